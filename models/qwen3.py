@@ -1,0 +1,79 @@
+"""Qwen3, dense (arXiv:2505.09388): RMSNorm on each query and key head, head_dim independent of dim / heads."""
+
+from typing import Any
+
+import titan_adapters as ta
+
+
+class Config(ta.TransformerConfig):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    attention_bias: bool
+    """Whether q, k, v and o projections have biases."""
+    windows: tuple[int | None, ...]
+    """Visible tokens per layer, the current one included; None for all."""
+    rope: ta.RopeSpec
+
+    def attention(self, layer: int) -> ta.AttentionSpec:
+        return ta.AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            window=self.windows[layer],
+            softcap=None,
+            qk_norm=ta.QKNormSpec(scope="per_head", eps=self.norm_eps),
+            qkv_bias=self.attention_bias,
+            out_bias=self.attention_bias,
+            rope=self.rope,
+        )
+
+    def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
+        return ta.FeedForwardSpec(hidden_dim=self.hidden_dim, activation="silu", gated=True, bias=False)
+
+
+class Qwen3(ta.BaseTransformer):
+    model_type = "qwen3"
+    Config = Config
+    Block = ta.nn.PreNormBlock
+
+    @classmethod
+    def parallel_plan(cls, config: Config) -> ta.ParallelPlan:
+        return ta.decoder_plan()
+
+    @classmethod
+    def state_dict_adapter(cls, config: Config) -> ta.StateDictAdapter:
+        return ta.StateDictAdapter(*ta.decoder_rows(config), layer=range(config.num_layers))
+
+    @classmethod
+    def from_hf_config(cls, hf: dict[str, Any]) -> Config:
+        r = ta.HFReader(hf, cls.model_type)
+        r.expect("hidden_act", "silu")
+        fields = r.decoder_fields()
+        fields["attention_bias"] = r.take("attention_bias", False)
+        fields["windows"] = r.windows(fields["num_layers"])
+        fields["rope"] = r.rope(fields["head_dim"], "half")
+        return r.finish(lambda: Config(**fields))
+
+    @classmethod
+    def to_hf_config(cls, config: Config) -> dict[str, Any]:
+        published = ta.hf_decoder_config(config, "Qwen3ForCausalLM", cls.model_type) | ta.hf_windows(config.windows)
+        return published | {"attention_bias": config.attention_bias}
+
+    @classmethod
+    def tiny_configs(cls) -> dict[str, Config]:
+        gqa = Config(
+            dim=96, num_layers=2, vocab_size=131, max_seq_len=128, norm_eps=1e-6, tied_embeddings=False,
+            dtype="float32", num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=80, attention_bias=False,
+            windows=(None, None),
+            rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),
+        )  # fmt: skip
+        return {
+            "head_dim != dim / heads": gqa,
+            "tied, one kv head, biases": gqa.model_copy(
+                update={"tied_embeddings": True, "num_kv_heads": 1, "attention_bias": True}
+            ),
+            "second layer windowed, square mlp": gqa.model_copy(update={"hidden_dim": 96, "windows": (None, 5)}),
+        }

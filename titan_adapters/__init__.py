@@ -1,0 +1,94 @@
+"""Write a model once, train it in plain PyTorch, serve exactly that model on vLLM, and be able to prove it."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from titan_adapters import nn
+from titan_adapters.checkpoint import load_checkpoint, load_model, save_checkpoint
+from titan_adapters.config import (
+    AttentionSpec,
+    FeedForwardSpec,
+    Llama3Scaling,
+    QKNormSpec,
+    RopeSpec,
+    TransformerConfig,
+)
+from titan_adapters.contract import BaseTransformer
+from titan_adapters.errors import TitanError
+from titan_adapters.hf_config import emit_hf_config, read_hf_config
+from titan_adapters.hf_reader import HFReader, hf_decoder_config, hf_windows
+from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, replicate, rowwise, vocabwise
+from titan_adapters.registry import get_model, list_models, register_model
+from titan_adapters.state_dict import (
+    Cast,
+    Concat,
+    Drop,
+    Permute,
+    Rename,
+    Split,
+    Stack,
+    StateDictAdapter,
+    Tie,
+    Transpose,
+    attention_rows,
+    decoder_rows,
+    feed_forward_rows,
+)
+
+if TYPE_CHECKING:
+    from titan_adapters import testing, vllm
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionSpec",
+    "BaseTransformer",
+    "Cast",
+    "Concat",
+    "Drop",
+    "FeedForwardSpec",
+    "HFReader",
+    "Llama3Scaling",
+    "ParallelPlan",
+    "Permute",
+    "QKNormSpec",
+    "Rename",
+    "RopeSpec",
+    "Split",
+    "Stack",
+    "StateDictAdapter",
+    "Style",
+    "Tie",
+    "TitanError",
+    "TransformerConfig",
+    "Transpose",
+    "attention_rows",
+    "colwise",
+    "decoder_plan",
+    "decoder_rows",
+    "emit_hf_config",
+    "feed_forward_rows",
+    "get_model",
+    "hf_decoder_config",
+    "hf_windows",
+    "list_models",
+    "load_checkpoint",
+    "load_model",
+    "nn",
+    "read_hf_config",
+    "register_model",
+    "replicate",
+    "rowwise",
+    "save_checkpoint",
+    "testing",
+    "vllm",
+    "vocabwise",
+]
+
+_LAZY = {"testing", "vllm"}  # heavy or engine-bound: imported on first use
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"titan_adapters.{name}")
+    raise AttributeError(f"module 'titan_adapters' has no attribute {name!r}")

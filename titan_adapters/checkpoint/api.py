@@ -1,0 +1,242 @@
+"""Loading, saving and converting whole checkpoints."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from titan_adapters.checkpoint.folder import (
+    Progress,
+    WeightsFolder,
+    atomic_folder,
+    open_weights,
+    write_json,
+    write_weights,
+)
+from titan_adapters.checkpoint.identity import (
+    COMPANIONS,
+    FINGERPRINT,
+    Identity,
+    check_fingerprint,
+    config_diff,
+    read_identity,
+    write_identity,
+)
+from titan_adapters.contract import BaseTransformer, meta_model
+from titan_adapters.errors import CheckpointError
+from titan_adapters.state_dict import StateDictAdapter, native_adapter, native_tensors
+
+Format = Literal["native", "hf"]
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+def load_checkpoint(
+    model: BaseTransformer, path: str | Path, *, cast: bool = False, progress: Progress | None = None
+) -> None:
+    """Write every weight of a native or published safetensors folder into `model`, exactly once.
+
+    Everything is checked from headers before the first byte of a weight is used. A model on the meta device is
+    materialised on the CPU. At most one shard is held besides the model.
+
+    Args:
+        cast: Allow conversions to a narrower dtype, such as fp32 weights into a bf16 model.
+        progress: Called as progress(bytes done, bytes in all, tensor name).
+
+    Raises:
+        CheckpointError: damaged folder, another model or config, or a narrowing dtype without `cast`.
+        StateDictError: lists all missing, unexpected and misshapen tensors, or a tied head that differs.
+    """
+    identity = read_identity(path)
+    _check_same_model(model, identity, path)
+    weights = open_weights(path)
+    check_fingerprint(weights, identity.config)
+    adapter = adapter_for(model, identity.names)
+    expected = native_tensors(model)
+    adapter.check(weights.meta_tensors(), expected)
+    if not cast:
+        _check_dtypes(weights, {tensor.dtype for tensor in expected.values()})
+    if any(tensor.is_meta for tensor in expected.values()):
+        model.to_empty(device="cpu")
+    targets = native_tensors(model)
+    with torch.no_grad():
+        for name, tensor in adapter.session("to_native").convert(weights.tensors(progress), partial=False):
+            targets[name].copy_(tensor)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> BaseTransformer:
+    """The model of a checkpoint folder with its weights, in `dtype` (default: what the config says)."""
+    identity = read_identity(path)
+    model = meta_model(identity.model, identity.config).to(dtype or getattr(torch, identity.config.dtype))
+    load_checkpoint(model, path, cast=dtype is not None, progress=progress)
+    return model.to(device)
+
+
+def save_checkpoint(
+    model: BaseTransformer,
+    path: str | Path,
+    format: Format = "native",
+    *,
+    companions: str | Path | None = None,
+    cast: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write `model` as a new folder that appears complete or not at all.
+
+    Args:
+        format: "native" (`titan.json`, native names), or "hf" (`config.json` and names of the stock architecture).
+        companions: Folder to take tokenizer and generation files from.
+        cast: Convert weights that are not in `config.dtype`; otherwise they are refused.
+        overwrite: Replace an existing checkpoint folder.
+    """
+    config = model.config
+    tensors = native_tensors(model)
+    wanted = getattr(torch, config.dtype)
+    wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.is_floating_point() and t.dtype != wanted]
+    if wrong and not cast:
+        raise CheckpointError(
+            f"The config says {config.dtype}, but the model holds other dtypes.",
+            wrong,
+            fix="pass cast=True to convert on the way, or change config.dtype.",
+        )
+    rows = ((name, _to(tensor, wanted)) for name, tensor in tensors.items())
+    _write(path, Identity(type(model), config, format), rows, companions, overwrite, max_shard_bytes)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    format: Format = "native",
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Identity:
+    """Stream a native or published folder into the other format; tokenizer files come along.
+
+    Args:
+        dtype: Store and serve in this dtype instead of the source's.
+    """
+    identity = read_identity(source)
+    weights = open_weights(source)
+    check_fingerprint(weights, identity.config)
+    model = meta_model(identity.model, identity.config)
+    adapter = adapter_for(model, identity.names)
+    adapter.check(weights.meta_tensors(), native_tensors(model))
+    config = identity.config
+    if dtype is None:
+        _check_dtypes(weights, {getattr(torch, config.dtype)})
+    else:
+        config = type(config).from_json(config.to_json() | {"dtype": dtype})
+    stored = getattr(torch, config.dtype)
+    native = adapter.session("to_native").convert(weights.tensors(progress), partial=False)
+    rows = ((name, _to(tensor, stored)) for name, tensor in native)
+    result = Identity(identity.model, config, format)
+    _write(target, result, rows, source, overwrite, max_shard_bytes)
+    return result
+
+
+def adapter_for(model: BaseTransformer, names: Format) -> StateDictAdapter:
+    """The table for weights that carry native or published names."""
+    return native_adapter(model) if names == "native" else type(model).state_dict_adapter(model.config)
+
+
+def _write(
+    path: str | Path,
+    identity: Identity,
+    native: Iterable[tuple[str, Tensor]],
+    companions: str | Path | None,
+    overwrite: bool,
+    max_shard_bytes: int,
+) -> None:
+    metadata = {"format": "pt"}
+    if identity.names == "hf":
+        hf_config = identity.model.to_hf_config(identity.config)
+        _check_export(identity, hf_config)
+    with atomic_folder(path, overwrite=overwrite) as folder:
+        if identity.names == "native":
+            write_identity(folder, identity)
+            metadata[FINGERPRINT] = identity.config.fingerprint()
+            tensors: Iterable[tuple[str, Tensor]] = native
+        else:
+            write_json(folder / "config.json", hf_config)
+            session = identity.model.state_dict_adapter(identity.config).session("to_hf")
+            tensors = session.convert(native, partial=False)
+        write_weights(folder, tensors, max_shard_bytes=max_shard_bytes, metadata=metadata)
+        if companions is not None:
+            _copy_companions(Path(companions), folder)
+
+
+def _check_export(identity: Identity, hf_config: dict) -> None:
+    """A published config that does not read back as ours has lost a fact of the model."""
+    lost = config_diff(identity.config, identity.model.from_hf_config(hf_config))
+    if lost:
+        raise CheckpointError(
+            f"The stock architecture can't hold this {identity.model.model_type}.",
+            lost,
+            fix="save it with format='native', or complete to_hf_config.",
+        )
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    generation, config = folder / "generation_config.json", source / "config.json"
+    if not generation.exists() and config.is_file():
+        # The end-of-sequence id really stops generation, so it must not get lost with config.json.
+        data = json.loads(config.read_text())
+        ids = {key: data[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if data.get(key) is not None}
+        if ids:
+            write_json(generation, ids)
+
+
+def _check_same_model(model: BaseTransformer, identity: Identity, path: str | Path) -> None:
+    if type(model).model_type != identity.model.model_type:
+        raise CheckpointError(
+            f"{path} holds a {identity.model.model_type}, the model is a {type(model).model_type}.",
+            fix="build the model that the checkpoint names, for example with titan_adapters.load_model.",
+        )
+    different = config_diff(model.config, identity.config, ignore=("dtype",))
+    if different:
+        raise CheckpointError(
+            f"The model's config is not the one in {path}.",
+            different,
+            fix="build the model from the checkpoint's config, or correct whichever is wrong.",
+        )
+
+
+def _check_dtypes(weights: WeightsFolder, accepted: set[torch.dtype]) -> None:
+    narrowed = [
+        f"{name} is {header.dtype}"
+        for name, header in weights.headers.items()
+        if header.dtype.is_floating_point and not any(torch.promote_types(header.dtype, to) == to for to in accepted)
+    ]
+    if narrowed:
+        wanted = ", ".join(sorted(str(dtype) for dtype in accepted))
+        raise CheckpointError(
+            f"Storing these weights in {wanted} would round them.",
+            narrowed,
+            fix="ask for it: cast=True when loading, dtype= (--dtype) when converting.",
+        )
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def describe(path: str | Path) -> Iterator[tuple[str, str, str, str]]:
+    """(tensor, dtype, shape, file) of every tensor, from headers alone."""
+    for name, header in open_weights(path).headers.items():
+        yield name, str(header.dtype).removeprefix("torch."), str(list(header.shape)), header.file

@@ -1,0 +1,92 @@
+"""The HF-shaped config that an engine reads, emitted from specs, and reading published configs back.
+
+An emitted field is true or absent. What the engine reads each one for is said beside it (vLLM 0.26 to 0.32).
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_adapters.config import TransformerConfig
+from titan_adapters.contract import BaseTransformer
+from titan_adapters.errors import ConfigError
+from titan_adapters.hf_reader import hf_dtype
+from titan_adapters.registry import find_model, get_model, import_path
+
+ARCHITECTURE = "TitanForCausalLM"
+"""Engine class that serves every model of this capability class."""
+
+Names = Literal["native", "hf"]
+
+
+def emit_hf_config(
+    model: str | type[BaseTransformer], config: TransformerConfig, names: Names = "native"
+) -> dict[str, Any]:
+    """What an engine needs to know before any module exists, from `config`'s specs alone.
+
+    Args:
+        names: Whether the weights to be loaded carry native or published names.
+
+    Raises:
+        ConfigError: layers differ in a number of which the engine knows only one.
+    """
+    cls = get_model(model)
+    specs = config.attention_specs()
+    emitted: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],  # model registry
+        "model_type": "titan",  # nothing must key on a stock family's name
+        "hidden_size": config.dim,  # buffers for prompt embeddings
+        "num_hidden_layers": config.num_layers,  # pipeline split
+        "num_attention_heads": _one("num_heads", [s.num_heads for s in specs]),  # tensor-parallel divisibility
+        "num_key_value_heads": _one("num_kv_heads", [s.num_kv_heads for s in specs]),
+        "head_dim": _one("head_dim", [s.head_dim for s in specs]),
+        "vocab_size": config.vocab_size,  # validation of logits
+        "max_position_embeddings": config.max_seq_len,  # the only length field, so the minimum over names is ours
+        "tie_word_embeddings": config.tied_embeddings,
+        **hf_dtype(config.dtype),
+        # Identity: how any process rebuilds the model. The fingerprint also keys the engine's compile cache.
+        "titan": {
+            "model": cls.model_type,
+            "class": import_path(cls),
+            "config": config.to_json(),
+            "names": names,
+            "fingerprint": config.fingerprint(),
+        },
+    }
+    windows = [s.window for s in specs]
+    if any(windows):
+        # Without layer_types an engine applies sliding_window to every layer, so the two are emitted together.
+        emitted["sliding_window"] = _one("window", [w for w in windows if w is not None])
+        emitted["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    softcaps = {s.softcap for s in specs} - {None}
+    if softcaps:
+        emitted["attn_logit_softcapping"] = max(softcaps)  # selects a kernel that can cap
+    return emitted
+
+
+def _one(fact: str, values: list) -> Any:
+    if len(set(values)) == 1:
+        return values[0]
+    raise ConfigError(
+        f"Layers differ in {fact}, of which the engine knows one number.",
+        [f"layer {layer}: {value}" for layer, value in enumerate(values)],
+        fix=f"give all layers the same {fact}.",
+    )
+
+
+def read_hf_config(data: dict[str, Any]) -> tuple[type[BaseTransformer], TransformerConfig]:
+    """Model class and config from a published `config.json`; the model is found by `model_type`.
+
+    Raises:
+        ConfigError: keys are missing, contradict each other, or are not read by this family; all are named.
+        RegistryError: no registered model has this `model_type`.
+    """
+    if "model_type" not in data:
+        raise ConfigError("config.json has no model_type.", fix="add the family's name, such as 'llama'.")
+    cls = find_model(data["model_type"])
+    return cls, cls.from_hf_config(data)
+
+
+def read_hf_folder(folder: Path) -> tuple[type[BaseTransformer], TransformerConfig]:
+    """`read_hf_config` of `folder/config.json`."""
+    return read_hf_config(json.loads((folder / "config.json").read_text()))

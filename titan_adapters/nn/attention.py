@@ -1,0 +1,152 @@
+"""Causal self-attention: the block that authors compose, and the seam that engines replace.
+
+Shapes: ... leading dims ([B, S] batched or [T] packed)  D model dim  N query heads  K kv heads  H head_dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titan_adapters.config import AttentionSpec, TransformerConfig
+from titan_adapters.nn.norm import RMSNorm
+from titan_adapters.nn.rope import Rope
+
+
+class SequenceInfo(NamedTuple):
+    """Where each token stands. Handed through every layer, so that authors build neither positions nor masks."""
+
+    positions: Tensor
+    """int64, shape of the tokens: 0-based position within the token's document."""
+    document_ids: Tensor | None
+    """int64, shape of the tokens: tokens see only their own document. None: each row of the batch is one document
+    (or, inside an engine, the engine keeps requests apart)."""
+
+
+def sequence_info(tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> SequenceInfo:
+    """Complete what the caller left out, for tokens [B, S] or [T].
+
+    Without `positions`, each row counts from 0 (within each document, if `document_ids` are given). With positions
+    but without ids, a document starts wherever the position is not its left neighbour's plus one.
+    """
+    if positions is None and document_ids is None:
+        return SequenceInfo(torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape), None)
+    if document_ids is None:
+        starts = torch.ones_like(positions, dtype=torch.bool)
+        starts[..., 1:] = positions[..., 1:] != positions[..., :-1] + 1
+        return SequenceInfo(positions, starts.cumsum(-1))
+    if positions is None:
+        index = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
+        starts = torch.ones_like(document_ids, dtype=torch.bool)
+        starts[..., 1:] = document_ids[..., 1:] != document_ids[..., :-1]
+        positions = index - torch.where(starts, index, 0).cummax(-1).values
+    return SequenceInfo(positions, document_ids)
+
+
+class QKVLinear(nn.Module):
+    """Query, key and value projections. An engine packs the three into one matmul."""
+
+    def __init__(self, dim: int, spec: AttentionSpec):
+        super().__init__()
+        self.spec = spec
+        self.wq = nn.Linear(dim, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wk = nn.Linear(dim, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.wv = nn.Linear(dim, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., D] -> q [..., N, H], k and v [..., K, H]."""
+        heads = (-1, self.spec.head_dim)
+        return self.wq(x).unflatten(-1, heads), self.wk(x).unflatten(-1, heads), self.wv(x).unflatten(-1, heads)
+
+
+class InnerAttention(nn.Module):
+    """The part of attention that owns no weights: q, k, v and who sees whom. Engines replace this module.
+
+    This implementation is plain torch: it trains and infers, and is the reference the engine is compared with.
+
+    Args:
+        spec: What to compute. Every field is honoured.
+        layer: 0-based global layer index; an engine finds this layer's KV cache by it.
+    """
+
+    def __init__(self, spec: AttentionSpec, layer: int):
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        """q [..., N, H], k and v [..., K, H] -> [..., N, H]."""
+        packed = q.dim() == 3
+        if packed:
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+            seq = SequenceInfo(*(t if t is None else t.unsqueeze(0) for t in seq))
+        out = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq).transpose(1, 2)
+        return out.squeeze(0) if packed else out
+
+    def _attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, seq: SequenceInfo) -> Tensor:
+        spec = self.spec
+        if spec.softcap is not None:
+            return self._attend_explicitly(q_BNSH, k_BKSH, v_BKSH, seq)
+        mask = self._visible(seq)
+        return F.scaled_dot_product_attention(
+            q_BNSH,
+            k_BKSH,
+            v_BKSH,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=spec.scale,
+            enable_gqa=spec.num_kv_heads != spec.num_heads,
+        )
+
+    def _visible(self, seq: SequenceInfo) -> Tensor | None:
+        """bool [B, 1, S, S], True where query (row) sees key (column); None if that is the plain causal triangle."""
+        length = seq.positions.shape[-1]
+        window = self.spec.window
+        if seq.document_ids is None and (window is None or window >= length):
+            return None
+        index = torch.arange(length, device=seq.positions.device)
+        distance = index[:, None] - index[None, :]
+        visible = distance >= 0
+        if window is not None:
+            visible = visible & (distance < window)
+        if seq.document_ids is not None:
+            visible = visible & (seq.document_ids[:, :, None] == seq.document_ids[:, None, :])
+            return visible[:, None]
+        return visible[None, None]
+
+    def _attend_explicitly(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, seq: SequenceInfo) -> Tensor:
+        """Scores in fp32, for what scaled_dot_product_attention can't express."""
+        groups = self.spec.num_heads // self.spec.num_kv_heads
+        k_BNSH, v_BNSH = k_BKSH.repeat_interleave(groups, dim=1), v_BKSH.repeat_interleave(groups, dim=1)
+        scores = (q_BNSH.float() @ k_BNSH.float().transpose(-1, -2)) * self.spec.scale
+        scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+        visible = self._visible(seq)
+        if visible is None:
+            length = scores.shape[-1]
+            visible = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, float("-inf"))
+        return (scores.softmax(-1) @ v_BNSH.float()).to(q_BNSH.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention as `config.attention(layer)` describes it: projections, QK norm, rope, output."""
+
+    def __init__(self, config: TransformerConfig, layer: int):
+        super().__init__()
+        spec = config.attention(layer)
+        self.qkv_linear = QKVLinear(config.dim, spec)
+        self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm.eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm.eps) if spec.qk_norm else None
+        self.rope = Rope(spec.rope, config.max_seq_len) if spec.rope else None
+        self.inner_attention = InnerAttention(spec, layer)
+        self.wo = nn.Linear(spec.num_heads * spec.head_dim, config.dim, bias=spec.out_bias)
+
+    def forward(self, x: Tensor, seq: SequenceInfo) -> Tensor:
+        """[..., D] -> [..., D]."""
+        q, k, v = self.qkv_linear(x)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q, k, seq.positions)
+        return self.wo(self.inner_attention(q, k, v, seq).flatten(-2))

@@ -1,0 +1,29 @@
+"""Dense feed-forward layers."""
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titan_adapters.config import FeedForwardSpec, TransformerConfig
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+class FeedForward(nn.Module):
+    """`w2(act(w1 x) * w3 x)` if gated, else `w2(act(w1 x))`. An engine packs w1 and w3 into one matmul."""
+
+    def __init__(self, config: TransformerConfig, layer: int):
+        super().__init__()
+        self.spec: FeedForwardSpec = config.feed_forward(layer)
+        hidden_dim, bias = self.spec.hidden_dim, self.spec.bias
+        self.w1 = nn.Linear(config.dim, hidden_dim, bias=bias)
+        self.w2 = nn.Linear(hidden_dim, config.dim, bias=bias)
+        self.w3 = nn.Linear(config.dim, hidden_dim, bias=bias) if self.spec.gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        hidden = ACTIVATIONS[self.spec.activation](self.w1(x))
+        if self.w3 is not None:
+            hidden = hidden * self.w3(x)
+        return self.w2(hidden)

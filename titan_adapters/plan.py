@@ -1,0 +1,106 @@
+"""The parallel plan: which style each parameter-owning module follows, as an exact cover.
+
+One plan has two readers. Training turns a style into DTensor placements; an engine turns it into the engine's own
+layer (column-, row- or vocabulary-parallel) over plain local tensors. Nothing is replicated unless a row says so.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from titan_adapters.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one module's weights are sharded, and with them its activations."""
+
+    name: str
+    meaning: str
+    modules: tuple[type[nn.Module], ...]
+    """What the style can be applied to; empty for anything."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+colwise = Style("colwise", "output features are sharded; the input is whole, the output local", (nn.Linear,))
+rowwise = Style("rowwise", "input features are sharded; the input is local, the output summed", (nn.Linear,))
+vocabwise = Style(
+    "vocabwise",
+    "vocabulary rows are sharded; an embedding sums its output, a head gathers its logits",
+    (nn.Embedding, nn.Linear),
+)
+replicate = Style("replicate", "every rank holds the whole module", ())
+
+
+class ParallelPlan:
+    """Rows of `pattern: style`, where a pattern is a module path matched segment by segment with shell wildcards.
+
+    `layers.*.attention.qkv_linear.w[qkv]` matches the three projections of every layer; `*` never crosses a dot.
+    """
+
+    def __init__(self, rows: Mapping[str, Style]):
+        self.rows = dict(rows)
+
+    def resolve(self, model: nn.Module) -> dict[str, Style]:
+        """Style of every module in `model` that owns parameters.
+
+        Raises:
+            PlanError: a module matches no row or several, a row matches no module, or a style can't apply.
+        """
+        owners = dict(parameter_owners(model))
+        problems: list[str] = []
+        styles: dict[str, Style] = {}
+        used: set[str] = set()
+        for path, module in owners.items():
+            matches = [pattern for pattern in self.rows if _matches(pattern, path)]
+            used.update(matches)
+            if not matches:
+                problems.append(f"{path} ({type(module).__name__}) owns parameters, but no row covers it")
+            elif len(matches) > 1:
+                problems.append(f"{path} is covered by {len(matches)} rows: {', '.join(map(repr, matches))}")
+            else:
+                style = self.rows[matches[0]]
+                if style.modules and not isinstance(module, style.modules):
+                    allowed = " or ".join(t.__name__ for t in style.modules)
+                    problems.append(f"{path} is a {type(module).__name__}; {style} applies to {allowed}")
+                styles[path] = style
+        problems += [f"row {pattern!r} matches no module" for pattern in self.rows if pattern not in used]
+        if problems:
+            raise PlanError(
+                f"The parallel plan of {type(model).__name__} is not an exact cover.",
+                problems,
+                fix="give every parameter-owning module exactly one row of parallel_plan; "
+                "say ta.replicate aloud where that is meant.",
+            )
+        return styles
+
+
+def parameter_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters of their own (not only their children's), by path."""
+    for path, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            yield path, module
+
+
+def _matches(pattern: str, path: str) -> bool:
+    wanted, given = pattern.split("."), path.split(".")
+    return len(wanted) == len(given) and all(fnmatchcase(g, w) for w, g in zip(wanted, given, strict=True))
+
+
+def decoder_plan(extra: Mapping[str, Style] | None = None) -> ParallelPlan:
+    """The plan of a decoder made of `nn.Attention` and `nn.FeedForward` with norms named `*_norm`, plus `extra` rows."""
+    rows = {
+        "tok_embeddings": vocabwise,
+        "layers.*.attention.qkv_linear.w[qkv]": colwise,
+        "layers.*.attention.wo": rowwise,
+        "layers.*.feed_forward.w[13]": colwise,
+        "layers.*.feed_forward.w2": rowwise,
+        "layers.*.*_norm": replicate,
+        "norm": replicate,
+        "lm_head": vocabwise,
+    }
+    return ParallelPlan(rows | dict(extra or {}))

@@ -1,0 +1,28 @@
+"""State-dict conversion: rows as data, one table for HF load, HF export, own checkpoints and live updates."""
+
+from titan_adapters.state_dict.adapter import Session, StateDictAdapter, native_adapter, native_tensors
+from titan_adapters.state_dict.hf_rows import attention_rows, decoder_rows, feed_forward_rows
+from titan_adapters.state_dict.ops import Cast, Op, Permute, Transpose
+from titan_adapters.state_dict.rows import Binding, Concat, Drop, Rename, Row, Split, Stack, Tie
+
+__all__ = [
+    "Binding",
+    "Cast",
+    "Concat",
+    "Drop",
+    "Op",
+    "Permute",
+    "Rename",
+    "Row",
+    "Session",
+    "Split",
+    "Stack",
+    "StateDictAdapter",
+    "Tie",
+    "Transpose",
+    "attention_rows",
+    "decoder_rows",
+    "feed_forward_rows",
+    "native_adapter",
+    "native_tensors",
+]
