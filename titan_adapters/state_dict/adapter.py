@@ -110,6 +110,11 @@ class Session:
     def _outputs(self, binding: Binding) -> tuple[str, ...]:
         return binding.native if self.direction == "to_native" else binding.hf
 
+    @property
+    def pending(self) -> bool:
+        """Whether a row has received some of its inputs and waits for the others."""
+        return bool(self._pending)
+
     def feed(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Take one tensor; return what it completes, as (name, tensor) pairs."""
         binding = self._of.get(name)

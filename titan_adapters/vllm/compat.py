@@ -1,0 +1,33 @@
+"""What differs between the supported vLLM versions (0.26 to 0.32), in one place."""
+
+from titan_adapters.config import TransformerConfig
+
+
+def platform_problems(config: TransformerConfig) -> list[str]:
+    """What vLLM's attention on this platform can't do for this model, found without building anything.
+
+    On the CPU an unsupported head size would fail only at the first forward. On other platforms vLLM itself selects
+    a backend for each layer when the model is built, before weights are read, and says why if there is none.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    layers: dict[int, list[int]] = {}
+    for layer, spec in enumerate(config.attention_specs()):
+        if spec.head_dim not in supported:
+            layers.setdefault(spec.head_dim, []).append(layer)
+    return [
+        f"head_dim {size} of layers {ids} is not supported by vLLM's CPU attention (supported: {supported})"
+        for size, ids in layers.items()
+    ]
+
+
+def multiprocess_engine() -> bool:
+    """Whether vLLM will run the engine in a process of its own."""
+    from vllm import envs
+
+    return envs.VLLM_ENABLE_V1_MULTIPROCESSING

@@ -1,0 +1,99 @@
+"""Starting an engine from Python."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_adapters.checkpoint import Identity, adapter_for, open_weights, read_identity, write_identity
+from titan_adapters.checkpoint.identity import check_fingerprint, config_diff
+from titan_adapters.config import TransformerConfig
+from titan_adapters.contract import BaseTransformer, meta_model
+from titan_adapters.errors import EngineError
+from titan_adapters.registry import get_model
+from titan_adapters.state_dict import native_tensors
+from titan_adapters.vllm.plugin import CONFIG_FORMAT, SKIP_FORMAT, register
+
+if TYPE_CHECKING:
+    import vllm
+
+OURS = ("config_format", "hf_config_path", "quantization")
+WITHOUT_WEIGHTS = ("dummy", SKIP_FORMAT)
+
+
+def engine_args(
+    model: str | type[BaseTransformer] | None = None,
+    config: TransformerConfig | None = None,
+    checkpoint: str | Path | None = None,
+    **engine_kwargs: Any,
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM` or `vllm.EngineArgs`, after everything cheap has been checked.
+
+    Args:
+        model: Registered name, `"pkg.module:Class"`, or class. May be left out if `checkpoint` names it.
+        config: May be left out if `checkpoint` has it; otherwise the two must agree.
+        checkpoint: Native or published safetensors folder. Without one, `load_format` must say where weights come
+            from: "dummy" (random), or "titan_skip" (a later live update). There is then no tokenizer either, unless
+            `tokenizer` names one.
+        engine_kwargs: Passed on to vLLM. `dtype` defaults to the config's.
+
+    Raises:
+        EngineError, CheckpointError, StateDictError, ConfigError: with everything that is wrong.
+    """
+    clash = [f"{key} is set by this function" for key in ("model", *OURS) if key in engine_kwargs]
+    if clash:
+        raise EngineError("These engine arguments can't be used here.", clash, fix="leave them out.")
+    load_format = engine_kwargs.get("load_format", "auto")
+    cls = None if model is None else get_model(model)
+    if checkpoint is None:
+        if cls is None or config is None or load_format not in WITHOUT_WEIGHTS:
+            raise EngineError(
+                "There is no checkpoint to load.",
+                fix=f"pass checkpoint=, or model=, config= and load_format= one of {', '.join(WITHOUT_WEIGHTS)}.",
+            )
+        folder = Path(tempfile.mkdtemp(prefix="titan_adapters_"))
+        identity = Identity(cls, config, "native")
+        write_identity(folder, identity)
+        engine_kwargs.setdefault("skip_tokenizer_init", "tokenizer" not in engine_kwargs)
+    else:
+        folder = Path(checkpoint)
+        identity = read_identity(folder)
+        _check_agreement(identity, cls, config, folder)
+        if load_format not in WITHOUT_WEIGHTS:
+            weights = open_weights(folder)
+            check_fingerprint(weights, identity.config)
+            built = meta_model(identity.model, identity.config)
+            adapter_for(built, identity.names).check(weights.meta_tensors(), native_tensors(built))
+    return {
+        "dtype": identity.config.dtype,
+        **engine_kwargs,
+        "model": str(folder),
+        "config_format": CONFIG_FORMAT,
+    }
+
+
+def LLM(
+    model: str | type[BaseTransformer] | None = None,
+    config: TransformerConfig | None = None,
+    checkpoint: str | Path | None = None,
+    **engine_kwargs: Any,
+) -> "vllm.LLM":
+    """A real `vllm.LLM` that serves the given model; arguments as for `engine_args`."""
+    import vllm
+
+    arguments = engine_args(model, config, checkpoint, **engine_kwargs)
+    register()  # also without an installed entry point, for an engine in this process
+    return vllm.LLM(**arguments)
+
+
+def _check_agreement(
+    identity: Identity, cls: type[BaseTransformer] | None, config: TransformerConfig | None, folder: Path
+) -> None:
+    problems = []
+    if cls is not None and cls is not identity.model:
+        problems.append(f"model: {cls.model_type} is asked for, the checkpoint holds a {identity.model.model_type}")
+    elif config is not None:
+        problems = config_diff(config, identity.config)
+    if problems:
+        raise EngineError(
+            f"{folder} is not the model that was asked for.", problems, fix="leave out model= and config=."
+        )

@@ -1,0 +1,118 @@
+"""The one wrapper that serves every compliant model. It calls the model's own methods and knows no model family."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from titan_adapters.checkpoint import Identity, adapter_for, open_weights
+from titan_adapters.contract import meta_model
+from titan_adapters.errors import EngineError
+from titan_adapters.nn import SequenceInfo
+from titan_adapters.registry import find_model, import_path
+from titan_adapters.state_dict import native_tensors
+from titan_adapters.vllm.layers import swap_modules
+from titan_adapters.vllm.loader import WeightWriter
+
+logger = init_logger("vllm.titan_adapters")
+
+
+@support_torch_compile(
+    dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0}
+)
+class TitanBackbone(nn.Module):
+    """Everything up to the final norm: the part that vLLM compiles and captures."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        identity = identity_of(vllm_config)
+        self.model = meta_model(identity.model, identity.config)
+        expected = native_tensors(self.model)
+        adapter = adapter_for(self.model, identity.names)
+        check_weights(vllm_config, adapter, expected)
+        device = torch.get_default_device()
+        swap = swap_modules(self.model, vllm_config, f"{prefix}." if prefix else "", device)
+        self.writer = WeightWriter(adapter, expected, swap)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        x = self.model.run_layers(x, SequenceInfo(positions, None))
+        return self.model.norm(x)
+
+
+class TitanForCausalLM(nn.Module):
+    """vLLM's model interface over a `BaseTransformer` named by the emitted config."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        self.backbone = TitanBackbone(vllm_config=vllm_config, prefix=prefix)
+
+    @property
+    def writer(self) -> WeightWriter:
+        return self.backbone.writer
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.backbone.model.embed(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.backbone(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.backbone.model.compute_logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Write checkpoint tensors; returns the names of the parameters that were written."""
+        return {f"backbone.model.{name}" for name in self.writer.write(weights)}
+
+
+def identity_of(vllm_config: VllmConfig) -> Identity:
+    """Rebuild the model's identity from the emitted config, in whatever process this is.
+
+    The name is looked up in this process's registry. The import path in the config is only compared with the result:
+    a config that came from a downloaded folder must not choose code.
+    """
+    hf_config = vllm_config.model_config.hf_config
+    titan = getattr(hf_config, "titan", None)
+    if titan is None:
+        raise EngineError(
+            "The config does not say which model to build.", fix="start the engine with config_format='titan'."
+        )
+    cls = find_model(titan["model"])
+    if import_path(cls) != titan["class"]:
+        raise EngineError(
+            f"The front end resolved {titan['model']!r} to {titan['class']}, this process to {import_path(cls)}.",
+            fix="let all processes see the same registrations: an entry point, or TITAN_ADAPTERS_MODELS.",
+        )
+    config = cls.Config.from_json(titan["config"])
+    if config.fingerprint() != titan["fingerprint"]:
+        raise EngineError(
+            f"{import_path(cls)} computes other specs in this process than in the front end.",
+            fix="install the same version of the model's package everywhere.",
+        )
+    served = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    if served != config.dtype:
+        logger.warning("The checkpoint's dtype is %s; serving in %s, as resolved by vLLM.", config.dtype, served)
+    if vllm_config.quant_config is not None:
+        raise EngineError("Quantisation is not supported yet.", fix="leave out the quantization argument.")
+    return Identity(cls, config, titan["names"])
+
+
+def check_weights(vllm_config: VllmConfig, adapter, expected: dict[str, Tensor]) -> None:
+    """Compare a weights folder with the model from headers, before any memory is taken for either."""
+    if vllm_config.load_config.load_format in ("auto", "hf", "safetensors"):
+        adapter.check(open_weights(vllm_config.model_config.model).meta_tensors(), expected)
