@@ -10,39 +10,22 @@ from titan_adapters.errors import ConfigError
 
 MISSING: Any = object()
 
-# Keys that no forward pass reads: bookkeeping, training-only settings, generation defaults, tokenizer ids.
-INERT = frozenset(
-    [
-        "_attn_implementation",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "eos_token_id",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "rope_interleaved",
-        "torchscript",
-        "transformers.js_config",
-        "transformers_version",
-        "use_cache",
-    ]
-)
+# Keys that no forward pass reads: bookkeeping, training-only settings, generation defaults, tokenizer ids. Keys that
+# start with an underscore are transformers' own bookkeeping too.
+INERT = {
+    "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "cls_token_id", "eos_token_id", "hidden_dropout", "id2label", "initializer_range",
+    "is_encoder_decoder", "is_llama_config", "label2id", "mask_token_id", "model_type", "output_attentions",
+    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "rope_interleaved",
+    "sep_token_id", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+}  # fmt: skip
+
+LLAMA3_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position",
+}
 
 
 class HFReader:
@@ -112,15 +95,11 @@ class HFReader:
         kind = settings.pop("rope_type", "default")
         scaling = None
         if kind == "llama3":
-            keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            absent = [key for key in keys if key not in settings]
+            absent = [key for key in LLAMA3_KEYS if key not in settings]
             if absent:
                 self.problems.append(f"rope type llama3 lacks {', '.join(absent)}")
                 return None
-            values = [settings.pop(key) for key in keys]
-            scaling = dict(
-                zip(("factor", "low_freq_factor", "high_freq_factor", "original_max_position"), values, strict=True)
-            )
+            scaling = {ours: settings.pop(theirs) for theirs, ours in LLAMA3_KEYS.items()}
         elif kind != "default":
             self.problems.append(f"rope type {kind!r} is not supported")
             return None
@@ -188,7 +167,7 @@ class HFReader:
         self.problems += [
             f"{key} = {value!r} is not read by {self.family}"
             for key, value in sorted(self._left.items())
-            if key not in INERT and value is not None
+            if key not in INERT and not key.startswith("_") and value is not None
         ]
         if not self.problems and (config := self.build(make)) is not None:
             return config
@@ -212,14 +191,8 @@ def hf_rope(spec: RopeSpec) -> dict[str, Any]:
     """Both spellings of a rope: v5 `rope_parameters`, and v4 `rope_theta` with `rope_scaling`."""
     settings: dict[str, Any] = {"rope_type": "default"}
     if spec.scaling is not None:
-        s = spec.scaling
-        settings = {
-            "rope_type": s.type,
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position,
-        }
+        settings = {"rope_type": spec.scaling.type}
+        settings |= {theirs: getattr(spec.scaling, ours) for theirs, ours in LLAMA3_KEYS.items()}
     return {
         "rope_theta": spec.theta,
         "rope_scaling": None if spec.scaling is None else settings,
@@ -247,7 +220,7 @@ def hf_dtype(dtype: str) -> dict[str, str]:
 
 
 def hf_decoder_config(config: TransformerConfig, architecture: str, model_type: str) -> dict[str, Any]:
-    """The inverse of `HFReader.decoder_fields`, for a config whose layers are all alike (windows are the family's own)."""
+    """The inverse of `HFReader.decoder_fields`, for layers that are all alike (windows are the family's own)."""
     spec, hidden_dim = config.attention(0), config.feed_forward(0).hidden_dim
     return {
         "architectures": [architecture],

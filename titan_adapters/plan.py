@@ -92,7 +92,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def decoder_plan(extra: Mapping[str, Style] | None = None) -> ParallelPlan:
-    """The plan of a decoder made of `nn.Attention` and `nn.FeedForward` with norms named `*_norm`, plus `extra` rows."""
+    """The plan of a decoder made of `nn.Attention`, `nn.FeedForward` and norms named `*_norm`, plus `extra` rows."""
     rows = {
         "tok_embeddings": vocabwise,
         "layers.*.attention.qkv_linear.w[qkv]": colwise,

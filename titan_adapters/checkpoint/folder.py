@@ -91,12 +91,8 @@ def open_weights(path: str | Path) -> WeightsFolder:
         problems += [f"shard {file} is named in {INDEX}, but missing" for file in sorted(indexed - set(files))]
         problems += [f"file {file} is not named in {INDEX}" for file in files if file not in indexed]
     elif len(files) != 1:
-        what = (
-            "no *.safetensors file"
-            if not files
-            else f"{len(files)} *.safetensors files ({', '.join(files)}) but no {INDEX}"
-        )
-        problems.append(f"there is {what}")
+        listed = f": {', '.join(files)}" if files else ""
+        problems.append(f"there are {len(files)} *.safetensors files, but no {INDEX}{listed}")
     headers: dict[str, Header] = {}
     metadata: dict[str, dict[str, str]] = {}
     for file in files:

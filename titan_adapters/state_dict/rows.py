@@ -131,7 +131,7 @@ class Concat(Row):
 
 @dataclass(frozen=True, init=False)
 class Split(Row):
-    """One checkpoint tensor to several native tensors, cut along `dim`. `ops` act on the whole tensor, before the cut."""
+    """One checkpoint tensor to several native tensors, cut along `dim`. `ops` act before the cut."""
 
     hf: str
     native: tuple[str, ...]

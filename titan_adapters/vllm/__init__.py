@@ -1,4 +1,4 @@
-"""Serving on vLLM. This package is the only part of the library that imports vllm; nothing here knows a model family."""
+"""Serving on vLLM. The only package here that imports vllm; it knows no model family."""
 
 from titan_adapters.vllm.llm import LLM, engine_args
 

@@ -29,7 +29,7 @@ from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
 
 
 class EngineAttention(nn.Module):
-    """`InnerAttention` over vLLM's paged KV cache. The engine knows which tokens belong together, so `seq` is unused."""
+    """`InnerAttention` over vLLM's paged KV cache. `seq` is unused: the engine knows which tokens belong together."""
 
     def __init__(self, spec: AttentionSpec, layer: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
@@ -224,4 +224,3 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
                     f"{path}: non-persistent buffers {lost} are computed in __init__, which runs on the meta device.",
                     fix="recompute them in _apply, as titan_adapters.nn.Rope does, or make them persistent.",
                 )
-

@@ -20,9 +20,7 @@ from titan_adapters.vllm.loader import WeightWriter
 logger = init_logger("vllm.titan_adapters")
 
 
-@support_torch_compile(
-    dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0}
-)
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0})
 class TitanBackbone(nn.Module):
     """Everything up to the final norm: the part that vLLM compiles and captures."""
 
