@@ -41,7 +41,7 @@ class Qwen3(ta.BaseTransformer):
 
     @classmethod
     def parallel_plan(cls, config: Config) -> ta.ParallelPlan:
-        return ta.decoder_plan()
+        return ta.decoder_plan(config)
 
     @classmethod
     def state_dict_adapter(cls, config: Config) -> ta.StateDictAdapter:

@@ -15,10 +15,13 @@ MISSING: Any = object()
 INERT = {
     "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
     "chunk_size_feed_forward", "cls_token_id", "eos_token_id", "hidden_dropout", "id2label", "initializer_range",
-    "is_encoder_decoder", "is_llama_config", "label2id", "mask_token_id", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "rope_interleaved",
+    "is_llama_config", "label2id", "mask_token_id", "model_type", "output_attentions",
+    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
     "sep_token_id", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
+
+# Keys that would change the function, were they not at the one value that every family here computes.
+FIXED = {"is_encoder_decoder": False, "rope_interleaved": False}
 
 LLAMA3_KEYS = {
     "factor": "factor",
@@ -164,6 +167,8 @@ class HFReader:
 
     def finish(self, make: Callable[[], Any]) -> Any:
         """Build the config, or raise ConfigError with every problem."""
+        for key, value in FIXED.items():
+            self.expect(key, value, default=value)
         self.problems += [
             f"{key} = {value!r} is not read by {self.family}"
             for key, value in sorted(self._left.items())

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import PlanError
 
 
@@ -91,7 +92,7 @@ def _matches(pattern: str, path: str) -> bool:
     return len(wanted) == len(given) and all(fnmatchcase(g, w) for w, g in zip(wanted, given, strict=True))
 
 
-def decoder_plan(extra: Mapping[str, Style] | None = None) -> ParallelPlan:
+def decoder_plan(config: TransformerConfig, extra: Mapping[str, Style] | None = None) -> ParallelPlan:
     """The plan of a decoder made of `nn.Attention`, `nn.FeedForward` and norms named `*_norm`, plus `extra` rows."""
     rows = {
         "tok_embeddings": vocabwise,
@@ -103,4 +104,6 @@ def decoder_plan(extra: Mapping[str, Style] | None = None) -> ParallelPlan:
         "norm": replicate,
         "lm_head": vocabwise,
     }
+    if any(spec.qk_norm for spec in config.attention_specs()):
+        rows["layers.*.attention.[qk]_norm"] = replicate  # acts on each head, with one weight for all of them
     return ParallelPlan(rows | dict(extra or {}))

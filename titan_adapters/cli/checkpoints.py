@@ -1,0 +1,85 @@
+"""Commands about checkpoint folders: `config`, `inspect`, `convert`."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from titan_adapters.checkpoint import convert_checkpoint, open_weights, read_identity
+from titan_adapters.checkpoint.api import DEFAULT_SHARD_BYTES
+from titan_adapters.hf_config import emit_hf_config
+
+Folder = Annotated[Path, typer.Argument(help="A native or published checkpoint folder.", exists=True, file_okay=False)]
+
+
+class Format(StrEnum):
+    native = "native"
+    hf = "hf"
+
+
+class DType(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def config(
+    folder: Folder,
+    published: Annotated[
+        bool, typer.Option("--published", help="The stock architecture's config.json instead.")
+    ] = False,
+) -> None:
+    """Print the config that an engine is given for this checkpoint, as JSON."""
+    identity = read_identity(folder)
+    if published:
+        data = identity.model.to_hf_config(identity.config)
+    else:
+        data = emit_hf_config(identity.model, identity.config, identity.names)
+    typer.echo(json.dumps(data, indent=2))
+
+
+def inspect(folder: Folder) -> None:
+    """List every tensor from headers alone, after checking them against the index."""
+    weights = open_weights(folder)
+    table = Table(*(Column(title, overflow="fold") for title in ("tensor", "dtype", "shape", "file")))
+    for name, header in weights.headers.items():
+        table.add_row(name, str(header.dtype).removeprefix("torch."), str(list(header.shape)), header.file)
+    console = Console()
+    console.print(table)
+    files = {header.file for header in weights.headers.values()}
+    console.print(f"{len(weights.headers)} tensors in {len(files)} files, {weights.nbytes:,} bytes", highlight=False)
+
+
+def convert(
+    source: Folder,
+    target: Annotated[Path, typer.Argument(help="Folder to create.")],
+    to: Annotated[Format, typer.Option(help="Ours, or the stock architecture's.")] = Format.native,
+    dtype: Annotated[DType | None, typer.Option(help="Store and serve in this dtype; default: the source's.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing checkpoint folder.")] = False,
+    max_shard_bytes: Annotated[int, typer.Option(min=1)] = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Stream a checkpoint into the other format; tokenizer files come along."""
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("convert", total=None)
+        identity = convert_checkpoint(
+            source,
+            target,
+            to.value,
+            dtype=dtype and dtype.value,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+            progress=lambda done, total, name: bar.update(task, completed=done, total=total),
+        )
+    typer.echo(f"{target}: {identity.model.model_type}, {identity.config.dtype}, {to.value} names")
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(config)
+    app.command()(inspect)
+    app.command()(convert)

@@ -1,0 +1,46 @@
+"""Commands about model definitions: `models`, `check`."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from titan_adapters.registry import list_models
+
+OUTCOMES = {"passed": "[green]pass[/]", "failed": "[red]FAIL[/]", "skipped": "[yellow]skip[/]"}
+
+
+def models() -> None:
+    """List the models that are registered or installed."""
+    table = Table("model", "class", "source")
+    for info in list_models():
+        table.add_row(info.name, info.path, info.source)
+    Console().print(table)
+
+
+def check(model: Annotated[str, typer.Argument(help="A registered name, or pkg.module:Class.")]) -> None:
+    """Run the contract suite on a model's tiny configs; exits with 1 if any check fails."""
+    from titan_adapters.testing import check_model
+
+    results = check_model(model)
+    configs = list(dict.fromkeys(r.config for r in results if r.config))
+    table = Table(Column("check", no_wrap=True), *configs, title=f"{model}: contract suite", caption_justify="left")
+    for name in dict.fromkeys(r.check for r in results):
+        cells = {r.config: OUTCOMES[r.outcome] for r in results if r.check == name}
+        table.add_row(name, *(cells.get(c, cells.get("", "")) for c in configs))
+    console = Console()
+    console.print(table)
+    for r in results:
+        if r.outcome != "passed":
+            console.print(f"{OUTCOMES[r.outcome]} {r.check} [dim]{r.config}[/]")
+            console.print(f"    {r.detail}", markup=False, highlight=False)
+    counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
+    console.print(", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
+    if counts["failed"]:
+        raise typer.Exit(1)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command()(models)
+    app.command()(check)
