@@ -47,7 +47,8 @@ class Qwen2(ta.BaseTransformer):
 
     @classmethod
     def from_hf_config(cls, hf: dict[str, Any]) -> Config:
-        r = ta.HFReader(hf, cls.model_type)
+        absent = {"num_key_value_heads": 32}  # what transformers takes
+        r = ta.HFReader(absent | hf, cls.model_type)
         r.expect("hidden_act", "silu")
         fields = r.decoder_fields()
         fields["windows"] = r.windows(fields["num_layers"])

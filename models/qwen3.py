@@ -49,7 +49,8 @@ class Qwen3(ta.BaseTransformer):
 
     @classmethod
     def from_hf_config(cls, hf: dict[str, Any]) -> Config:
-        r = ta.HFReader(hf, cls.model_type)
+        absent = {"num_key_value_heads": 32, "head_dim": 128}  # what transformers takes
+        r = ta.HFReader(absent | hf, cls.model_type)
         r.expect("hidden_act", "silu")
         fields = r.decoder_fields()
         fields["attention_bias"] = r.take("attention_bias", False)

@@ -132,7 +132,7 @@ def contract_problems(cls: type) -> list[str]:
         problems += _call_problems("Block", cls.Block.__init__, ("self", "config", "layer"))
         problems += _call_problems("Block", cls.Block.forward, ("self", "x", "seq"))
     for name in REQUIRED:
-        if getattr(cls, name).__func__ is getattr(BaseTransformer, name).__func__:
+        if inspect.getattr_static(cls, name) is inspect.getattr_static(BaseTransformer, name):
             problems.append(f"{name}: missing; override this classmethod")
     for name in ("parallel_plan", "state_dict_adapter", "from_hf_config", "to_hf_config", "tiny_configs"):
         if not isinstance(inspect.getattr_static(cls, name), classmethod):

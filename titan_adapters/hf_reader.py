@@ -152,6 +152,9 @@ class HFReader:
         if unknown or len(types) != num_layers:
             self.problems.append(f"layer_types must be {num_layers} of full_attention, sliding_attention; got {types}")
             return None
+        if "sliding_attention" in types and used is False:
+            self.problems.append("layer_types has sliding_attention, but use_sliding_window is false")
+            return None
         if "sliding_attention" in types and window is None:
             self.problems.append("layer_types has sliding_attention, but sliding_window is missing")
             return None

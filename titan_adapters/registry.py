@@ -7,6 +7,7 @@ registered here, entry points in the group `titan_adapters.models`, and the envi
 
 import importlib
 import os
+import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -106,6 +107,8 @@ def find_model(name: str) -> type[BaseTransformer]:
 def list_models() -> list[ModelInfo]:
     """All known models, sorted by name. Installed ones are not imported; those from the environment are."""
     for path in _environment_paths():
+        if _being_imported(path.partition(":")[0]):
+            continue  # that module asks for another model on its way, such as the one it derives from
         cls = _import(path)
         check_contract(cls)
         _REGISTERED.setdefault(cls.model_type, cls)
@@ -129,13 +132,21 @@ def unimportable_reason(cls: type) -> str | None:
         return "it is defined in __main__"
     if "<locals>" in cls.__qualname__:
         return "it is defined inside a function"
-    module = importlib.import_module(cls.__module__)
-    found: object = module
+    try:
+        found: object = importlib.import_module(cls.__module__)
+    except ImportError as error:
+        return f"its module can't be imported: {error}"
     for part in cls.__qualname__.split("."):
         found = getattr(found, part, None)
-    if found is not cls and found is not None:
-        return f"{import_path(cls)} is another object"
-    return None
+    if found is None:  # a decorator sees its class before the module does
+        return None if _being_imported(cls.__module__) else f"{cls.__module__} has no {cls.__qualname__}"
+    return None if found is cls else f"{import_path(cls)} is another object"
+
+
+def _being_imported(module_name: str) -> bool:
+    """Whether the module's body is running at this moment, so that its classes may not be there yet."""
+    spec = getattr(sys.modules.get(module_name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))  # what importlib itself asks in a circular import
 
 
 def _environment_paths() -> list[str]:

@@ -85,8 +85,7 @@ def open_weights(path: str | Path) -> WeightsFolder:
     weight_map: dict[str, str] | None = None
     total_size = None
     if index_file.exists():
-        index = json.loads(index_file.read_text())
-        weight_map, total_size = index["weight_map"], index.get("metadata", {}).get("total_size")
+        weight_map, total_size = _read_index(index_file)
         indexed = set(weight_map.values())
         problems += [f"shard {file} is named in {INDEX}, but missing" for file in sorted(indexed - set(files))]
         problems += [f"file {file} is not named in {INDEX}" for file in files if file not in indexed]
@@ -128,6 +127,18 @@ def open_weights(path: str | Path) -> WeightsFolder:
             fix="copy the folder again from its source, or remove what does not belong to it. Nothing was loaded.",
         )
     return WeightsFolder(path, headers, metadata)
+
+
+def _read_index(file: Path) -> tuple[dict[str, str], int | None]:
+    try:
+        index = json.loads(file.read_text())
+        return dict(index["weight_map"].items()), index.get("metadata", {}).get("total_size")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"The weights in {file.parent} are not usable.",
+            [f"{file.name} is not a safetensors index ({type(error).__name__}: {error})"],
+            fix="copy the index again from its source. Nothing was loaded.",
+        ) from error
 
 
 def _read_headers(path: Path, file: str) -> tuple[dict[str, Header], dict[str, str]]:

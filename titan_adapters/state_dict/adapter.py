@@ -70,6 +70,8 @@ class StateDictAdapter:
                 produced.update(session.feed(name, tensor.to("meta")))
             except StateDictError as error:
                 session.problems.append(f"{name}: {error.summary}")
+            except (RuntimeError, IndexError) as error:  # torch's own refusal: parts of unequal shape, too few dims
+                session.problems.append(f"{name} {tuple(tensor.shape)} can't be converted: {error}")
         problems = session.finish_problems(partial=False)
         problems += [f"no row writes {name}" for name in expected if name not in self.native_names()]
         problems += [f"rows write {name}, which the model does not have" for name in produced if name not in expected]
@@ -96,7 +98,7 @@ class Session:
         self._of: dict[str, Binding] = {name: b for b in bindings for name in self._inputs(b)}
         self._pending: dict[int, dict[str, Tensor]] = {}
         self._seen: set[str] = set()
-        # Both halves of each tie, held until they can be compared.
+        # Of each tie the half that came first, by alias, held until the two can be compared.
         self._tied: dict[str, str] = {}
         for b in bindings:
             if isinstance(b.row, Tie):
@@ -141,9 +143,9 @@ class Session:
         for alias, of in self._tied.items():
             if name not in (alias, of):
                 continue
-            other = self._held.pop(of if name == alias else alias, None)
+            other = self._held.pop(alias, None)  # keyed by alias: an original with two aliases is compared with both
             if other is None:
-                self._held[name] = tensor
+                self._held[alias] = tensor
             elif tensor.shape != other.shape or not (tensor.is_meta or torch.equal(tensor, other)):
                 self.problems.append(f"{alias} differs from {of}, but the config says that they are tied")
 
@@ -163,6 +165,9 @@ class Session:
             touched = len(absent) < len(self._inputs(binding))
             if absent and (touched or not partial):
                 problems += [f"missing tensor {name}" for name in absent]
+        if partial:
+            lone = [(a, of) for a, of in self._tied.items() if a in self._seen and of not in self._seen]
+            problems += [f"{alias} came without {of}, to which it is tied" for alias, of in lone]
         return problems
 
     def finish(self, *, partial: bool) -> None:

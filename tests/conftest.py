@@ -1,0 +1,71 @@
+"""Helpers that all tests share: `from tests.conftest import ...`.
+
+The test folders are packages, so that two of them may each have a conftest, and so that `tests/` itself is never on
+the import path, where its `vllm` folder would pass for the engine.
+"""
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+import titan_adapters as ta
+
+# The models are so small that handing work to other threads costs more than doing it: 6 s against 90 on two busy cores.
+torch.set_num_threads(1)
+
+# No deadline, because the machine may be busy; the same examples every time, because a red run must be repeatable.
+settings.register_profile("titan", deadline=None, derandomize=True, database=None, max_examples=60)
+settings.load_profile("titan")
+
+EVERY_MODEL = [
+    pytest.param(model, config, id=f"{info.name}: {name}")
+    for info in ta.list_models()
+    if info.source.startswith("installed")
+    for model in [ta.get_model(info.name)]
+    for name, config in model.tiny_configs().items()
+]
+"""(model class, config) of every installed model's every tiny config."""
+
+
+def random_model(model: type[ta.BaseTransformer], config: ta.TransformerConfig, seed: int = 0) -> ta.BaseTransformer:
+    """A model whose weights are all random, so that no bias is zero and no norm is a no-op.
+
+    Deviation 0.2 keeps scores far from uniform; norms are around 1, none within 0.1 of it.
+    """
+    torch.manual_seed(seed)
+    built = model(config).to(getattr(torch, config.dtype))
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.normal_(std=0.2)
+            if name.endswith("norm.weight"):
+                parameter.add_(torch.where(parameter < 0, 0.9, 1.1))
+    return built.eval()
+
+
+def relative_error(actual: Tensor, reference: Tensor) -> float:
+    """2-norm of the difference over the 2-norm of the reference, both in fp64; NaN anywhere is a failure."""
+    assert actual.shape == reference.shape
+    actual, reference = actual.detach().double(), reference.detach().double()
+    assert not actual.isnan().any() and not reference.isnan().any()
+    assert reference.norm() > 0
+    return float((actual - reference).norm() / reference.norm())
+
+
+def random_tokens(config: ta.TransformerConfig, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_bitwise_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, dtypes, shapes and bits."""
+    assert sorted(actual) == sorted(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+
+
+def titan_error_text(caught: pytest.ExceptionInfo) -> str:
+    """The message of a TitanError, after a check of what all of them promise: the last line says what to do."""
+    text = str(caught.value)
+    assert text.splitlines()[-1].startswith("Fix: ") and len(text.splitlines()[-1]) > 10
+    return text

@@ -1,0 +1,199 @@
+"""Configs and specs: nothing unknown, nothing missing, nothing mutable; and what is emitted from them."""
+
+import json
+
+import pytest
+import titan_models.llama
+import titan_models.qwen3
+from pydantic import ValidationError
+
+import titan_adapters as ta
+from tests.conftest import EVERY_MODEL, titan_error_text
+
+every_model = pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
+
+ROPE = dict(theta=10000.0, rotary_dim=8, layout="half", scaling=None)
+ATTENTION = dict(
+    num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, window=None, softcap=None, qk_norm=None, qkv_bias=False,
+    out_bias=False, rope=ta.RopeSpec(**ROPE),
+)  # fmt: skip
+SCALING = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+FEED_FORWARD = dict(hidden_dim=16, activation="silu", gated=True, bias=False)
+SPECS = [
+    pytest.param(ta.RopeSpec, ROPE, id="rope"),
+    pytest.param(ta.AttentionSpec, ATTENTION, id="attention"),
+    pytest.param(ta.Llama3Scaling, SCALING, id="llama3"),
+    pytest.param(ta.FeedForwardSpec, FEED_FORWARD, id="feed forward"),
+    pytest.param(ta.QKNormSpec, dict(scope="per_head", eps=1e-6), id="qk norm"),
+]
+
+
+@pytest.mark.parametrize(("spec", "fields"), SPECS)
+def test_specs_have_no_defaults_no_extras_and_do_not_change(spec, fields):
+    made = spec(**fields)
+    assert made == spec(**fields) and hash(made) == hash(spec(**fields))
+    for name in fields:
+        with pytest.raises(ValidationError, match="Field required"):
+            spec(**{key: value for key, value in fields.items() if key != name})
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(made, name, fields[name])
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        spec(**fields, sliding_windw=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "message"),
+    [
+        (ta.RopeSpec, ROPE | {"rotary_dim": 7}, "rotary_dim must be even, is 7"),
+        (ta.RopeSpec, ROPE | {"theta": 0}, "greater than 0"),
+        (ta.RopeSpec, ROPE | {"layout": "neox"}, "'interleaved' or 'half'"),
+        (
+            ta.AttentionSpec,
+            ATTENTION | {"num_kv_heads": 3},
+            r"num_heads \(4\) must be a multiple of .* \(3\)",
+        ),
+        (ta.AttentionSpec, ATTENTION | {"head_dim": 6}, r"rotary_dim \(8\) exceeds head_dim \(6\)"),
+        (ta.AttentionSpec, ATTENTION | {"window": 0}, "greater than 0"),
+        (ta.Llama3Scaling, SCALING | {"high_freq_factor": 1.0}, r"high_freq_factor \(1.0\) must exceed"),
+        (ta.FeedForwardSpec, FEED_FORWARD | {"activation": "relu"}, "'silu', 'gelu' or 'gelu_tanh'"),
+    ],
+)
+def test_contradictions_are_refused(spec, fields, message):
+    with pytest.raises(ValidationError, match=message):
+        spec(**fields)
+
+
+@every_model
+def test_json_round_trip(cls, config):
+    data = json.loads(json.dumps(config.to_json()))
+    assert cls.Config.from_json(data) == config
+    assert cls.Config.from_json(data).fingerprint() == config.fingerprint()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.dim = 1
+
+
+@every_model
+def test_from_json_lists_every_bad_field_at_once(cls, config):
+    data = config.to_json() | {"dim": -1, "sliding_windw": 4, "dtype": "float8"}
+    del data["norm_eps"]
+    data["rope"] = data["rope"] | {"theta": "x"}
+    with pytest.raises(ta.TitanError) as caught:
+        cls.Config.from_json(data)
+    text = titan_error_text(caught)
+    fields = sorted(problem.split(":")[0] for problem in caught.value.problems)
+    assert fields == ["dim", "dtype", "norm_eps", "rope.theta", "sliding_windw"]
+    assert text.splitlines()[-1].startswith("Fix: give every field, and no other: dim, num_layers, ")
+
+
+@every_model
+def test_fingerprint_changes_with_every_field(cls, config):
+    """Each field gets another legal value; the specs are part of it, so a changed method changes it too."""
+    changes = {
+        "tied_embeddings": not config.tied_embeddings,
+        "dtype": "bfloat16",
+        "norm_eps": 1e-4,
+        "num_kv_heads": config.num_heads,
+        "rope": config.rope.model_copy(update={"theta": config.rope.theta + 1}),
+    }
+    seen = {config.fingerprint()}
+    for name in cls.Config.model_fields:
+        old = getattr(config, name)
+        if name == "windows":
+            new = (*old[:-1], 9)
+        elif name in changes:
+            new = changes[name]
+        else:
+            new = not old if isinstance(old, bool) else old * 2
+        # Every layer must still have a window.
+        more = {"windows": (None,) * new} if name == "num_layers" and "windows" in cls.Config.model_fields else {}
+        changed = config.model_copy(update={name: new, **more})
+        assert changed.fingerprint() not in seen, name
+        seen.add(changed.fingerprint())
+
+
+def test_fingerprint_changes_with_what_the_specs_say():
+    config = next(iter(ta.get_model("llama").tiny_configs().values()))
+
+    class Scaled(titan_models.llama.Config):
+        def attention(self, layer):
+            return super().attention(layer).model_copy(update={"scale": 1.0})
+
+    assert Scaled.from_json(config.to_json()).fingerprint() != config.fingerprint()
+
+
+def test_base_config_answers_nothing():
+    config = ta.TransformerConfig(
+        dim=8, num_layers=1, vocab_size=8, max_seq_len=8, norm_eps=1e-6, tied_embeddings=False, dtype="float32"
+    )
+    for method in (config.attention, config.feed_forward):
+        with pytest.raises(NotImplementedError):
+            method(0)
+
+
+def test_emitted_config_by_hand():
+    """For an engine. Nothing more than this is emitted: a field that is not true must be absent."""
+    config = next(iter(titan_models.qwen3.Qwen3.tiny_configs().values()))
+    emitted = ta.emit_hf_config("qwen3", config)
+    titan = emitted.pop("titan")
+    assert emitted == {
+        "architectures": ["TitanForCausalLM"],
+        "model_type": "titan",
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 131,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+    assert titan == {
+        "model": "qwen3",
+        "class": "titan_models.qwen3:Qwen3",
+        "config": config.to_json(),
+        "names": "native",
+        "fingerprint": config.fingerprint(),
+    }
+    assert json.loads(json.dumps(titan)) == titan
+    assert ta.emit_hf_config("qwen3", config, names="hf")["titan"]["names"] == "hf"
+
+
+def test_emitted_window_comes_with_the_layers_that_have_it():
+    """A window without layer_types would be applied to every layer."""
+    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
+    emitted = ta.emit_hf_config("qwen3", config)
+    assert emitted["sliding_window"] == 5
+    assert emitted["layer_types"] == ["full_attention", "sliding_attention"]
+    every = ta.emit_hf_config("qwen3", config.model_copy(update={"windows": (5, 5)}))
+    assert every["sliding_window"] == 5 and every["layer_types"] == ["sliding_attention"] * 2
+
+
+class Uneven(titan_models.llama.Config):
+    """Layer 1 differs from layer 0 in everything an engine knows one number of."""
+
+    def attention(self, layer):
+        changes = {} if layer == 0 else {"num_kv_heads": 3, "window": None, "softcap": 30.0}
+        return super().attention(layer).model_copy(update=changes)
+
+
+def test_emission_refuses_what_the_engine_cannot_say():
+    base = next(iter(ta.get_model("llama").tiny_configs().values()))
+    config = Uneven.from_json(base.model_copy(update={"num_layers": 2}).to_json())
+    with pytest.raises(ta.TitanError, match="Layers differ in num_kv_heads") as caught:
+        ta.emit_hf_config("llama", config)
+    titan_error_text(caught)
+    assert caught.value.problems == ["layer 0: 2", "layer 1: 3"]
+    windows = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
+    with pytest.raises(ta.TitanError, match="Layers differ in window"):
+        ta.emit_hf_config("qwen3", windows.model_copy(update={"windows": (5, 6)}))
+
+
+def test_emitted_softcap_only_if_a_layer_has_one():
+    class Capped(titan_models.llama.Config):
+        def attention(self, layer):
+            return super().attention(layer).model_copy(update={"softcap": 30.0})
+
+    config = Capped.from_json(next(iter(ta.get_model("llama").tiny_configs().values())).to_json())
+    assert ta.emit_hf_config("llama", config)["attn_logit_softcapping"] == 30.0
