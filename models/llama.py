@@ -8,7 +8,7 @@ from typing import Any
 import titan_adapters as ta
 
 
-class Config(ta.TransformerConfig):
+class LlamaConfig(ta.TransformerConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -38,20 +38,20 @@ class Config(ta.TransformerConfig):
 
 class Llama(ta.BaseTransformer):
     model_type = "llama"
-    Config = Config
+    Config = LlamaConfig
     Block = ta.nn.PreNormBlock
 
     @classmethod
-    def parallel_plan(cls, config: Config) -> ta.ParallelPlan:
+    def parallel_plan(cls, config: LlamaConfig) -> ta.ParallelPlan:
         return ta.decoder_plan(config)
 
     @classmethod
-    def state_dict_adapter(cls, config: Config) -> ta.StateDictAdapter:
+    def state_dict_adapter(cls, config: LlamaConfig) -> ta.StateDictAdapter:
         inv_freq = ta.Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq")  # stored by old releases
         return ta.StateDictAdapter(*ta.decoder_rows(config), inv_freq, layer=range(config.num_layers))
 
     @classmethod
-    def from_hf_config(cls, hf: dict[str, Any]) -> Config:
+    def from_hf_config(cls, hf: dict[str, Any]) -> LlamaConfig:
         r = ta.HFReader(hf, cls.model_type)
         r.expect("hidden_act", "silu")
         fields = r.decoder_fields() | {
@@ -59,20 +59,20 @@ class Llama(ta.BaseTransformer):
             "mlp_bias": r.take("mlp_bias", False),
         }
         fields["rope"] = r.rope(fields["head_dim"], "interleaved")
-        return r.finish(lambda: Config(**fields))
+        return r.finish(lambda: LlamaConfig(**fields))
 
     @classmethod
-    def to_hf_config(cls, config: Config) -> dict[str, Any]:
+    def to_hf_config(cls, config: LlamaConfig) -> dict[str, Any]:
         return ta.hf_decoder_config(config, "LlamaForCausalLM", cls.model_type) | {
             "attention_bias": config.attention_bias,
             "mlp_bias": config.mlp_bias,
         }
 
     @classmethod
-    def tiny_configs(cls) -> dict[str, Config]:
+    def tiny_configs(cls) -> dict[str, LlamaConfig]:
         rope = ta.RopeSpec(theta=500000.0, rotary_dim=32, layout="interleaved", scaling=None)
         scaling = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
-        gqa = Config(
+        gqa = LlamaConfig(
             dim=48, num_layers=3, vocab_size=131, max_seq_len=128, norm_eps=1e-5, tied_embeddings=False,
             dtype="float32", num_heads=6, num_kv_heads=2, head_dim=32, hidden_dim=80, attention_bias=False,
             mlp_bias=False, rope=rope,

@@ -5,7 +5,7 @@ from typing import Any
 import titan_adapters as ta
 
 
-class Config(ta.TransformerConfig):
+class Qwen2Config(ta.TransformerConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -34,34 +34,34 @@ class Config(ta.TransformerConfig):
 
 class Qwen2(ta.BaseTransformer):
     model_type = "qwen2"
-    Config = Config
+    Config = Qwen2Config
     Block = ta.nn.PreNormBlock
 
     @classmethod
-    def parallel_plan(cls, config: Config) -> ta.ParallelPlan:
+    def parallel_plan(cls, config: Qwen2Config) -> ta.ParallelPlan:
         return ta.decoder_plan(config)
 
     @classmethod
-    def state_dict_adapter(cls, config: Config) -> ta.StateDictAdapter:
+    def state_dict_adapter(cls, config: Qwen2Config) -> ta.StateDictAdapter:
         return ta.StateDictAdapter(*ta.decoder_rows(config), layer=range(config.num_layers))
 
     @classmethod
-    def from_hf_config(cls, hf: dict[str, Any]) -> Config:
+    def from_hf_config(cls, hf: dict[str, Any]) -> Qwen2Config:
         absent = {"num_key_value_heads": 32}  # what transformers takes
         r = ta.HFReader(absent | hf, cls.model_type)
         r.expect("hidden_act", "silu")
         fields = r.decoder_fields()
         fields["windows"] = r.windows(fields["num_layers"])
         fields["rope"] = r.rope(fields["head_dim"], "half")
-        return r.finish(lambda: Config(**fields))
+        return r.finish(lambda: Qwen2Config(**fields))
 
     @classmethod
-    def to_hf_config(cls, config: Config) -> dict[str, Any]:
+    def to_hf_config(cls, config: Qwen2Config) -> dict[str, Any]:
         return ta.hf_decoder_config(config, "Qwen2ForCausalLM", cls.model_type) | ta.hf_windows(config.windows)
 
     @classmethod
-    def tiny_configs(cls) -> dict[str, Config]:
-        gqa = Config(
+    def tiny_configs(cls) -> dict[str, Qwen2Config]:
+        gqa = Qwen2Config(
             dim=128, num_layers=2, vocab_size=131, max_seq_len=128, norm_eps=1e-6, tied_embeddings=False,
             dtype="float32", num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=80, windows=(None, None),
             rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),

@@ -114,7 +114,7 @@ def test_fingerprint_changes_with_every_field(cls, config):
 def test_fingerprint_changes_with_what_the_specs_say():
     config = next(iter(ta.get_model("llama").tiny_configs().values()))
 
-    class Scaled(titan_models.llama.Config):
+    class Scaled(titan_models.llama.LlamaConfig):
         def attention(self, layer):
             return super().attention(layer).model_copy(update={"scale": 1.0})
 
@@ -170,7 +170,7 @@ def test_emitted_window_comes_with_the_layers_that_have_it():
     assert every["sliding_window"] == 5 and every["layer_types"] == ["sliding_attention"] * 2
 
 
-class Uneven(titan_models.llama.Config):
+class Uneven(titan_models.llama.LlamaConfig):
     """Layer 1 differs from layer 0 in everything an engine knows one number of."""
 
     def attention(self, layer):
@@ -191,7 +191,7 @@ def test_emission_refuses_what_the_engine_cannot_say():
 
 
 def test_emitted_softcap_only_if_a_layer_has_one():
-    class Capped(titan_models.llama.Config):
+    class Capped(titan_models.llama.LlamaConfig):
         def attention(self, layer):
             return super().attention(layer).model_copy(update={"softcap": 30.0})
 

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 # Copied by hand from torchtitan 0.3.0, models/llama3/__init__.py and models/qwen3/__init__.py (`_debugmodel`), and from
 # the defaults of models/common/rope.py (llama scaling 8, 1, 4, 8192) and nn_modules.py (eps 1e-5). Only max_seq_len
 # is ours: it is the number of rows of a table.
-LLAMA3 = titan_models.llama.Config(
+LLAMA3 = titan_models.llama.LlamaConfig(
     dim=256, num_layers=6, vocab_size=2048, max_seq_len=64, norm_eps=1e-5, tied_embeddings=False, dtype="float32",
     num_heads=16, num_kv_heads=16, head_dim=16, hidden_dim=768, attention_bias=False, mlp_bias=False,
     rope=ta.RopeSpec(
@@ -32,7 +32,7 @@ LLAMA3 = titan_models.llama.Config(
         ),
     ),
 )  # fmt: skip
-QWEN3 = titan_models.qwen3.Config(
+QWEN3 = titan_models.qwen3.Qwen3Config(
     dim=256, num_layers=8, vocab_size=2048, max_seq_len=64, norm_eps=1e-6, tied_embeddings=True, dtype="float32",
     num_heads=16, num_kv_heads=8, head_dim=128, hidden_dim=3072, attention_bias=False, windows=(None,) * 8,
     rope=ta.RopeSpec(theta=1e6, rotary_dim=128, layout="half", scaling=None),

@@ -58,7 +58,7 @@ def emit_hf_config(
         # Without layer_types an engine applies sliding_window to every layer, so the two are emitted together.
         emitted["sliding_window"] = _one("window", [w for w in windows if w is not None])
         emitted["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
-    softcaps = {s.softcap for s in specs} - {None}
+    softcaps = {s.softcap for s in specs if s.softcap is not None}
     if softcaps:
         emitted["attn_logit_softcapping"] = max(softcaps)  # selects a kernel that can cap
     return emitted

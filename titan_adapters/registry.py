@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from titan_adapters.contract import BaseTransformer, check_contract
 from titan_adapters.errors import RegistryError
@@ -18,7 +18,7 @@ from titan_adapters.errors import RegistryError
 ENTRY_POINT_GROUP = "titan_adapters.models"
 ENVIRONMENT = "TITAN_ADAPTERS_MODELS"
 
-T = TypeVar("T", type, str)
+T = TypeVar("T", str, type[BaseTransformer])
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def register_model(model: T) -> T:
         ContractError: lists everything that is missing or wrong in the class.
         RegistryError: the path can't be imported, or another class has the name.
     """
-    cls = _import(model) if isinstance(model, str) else model
+    cls: type[BaseTransformer] = _import(model) if isinstance(model, str) else model
     check_contract(cls)
     name = cls.model_type
     known = _REGISTERED.get(name)
@@ -59,9 +59,7 @@ def register_model(model: T) -> T:
         )
     _REGISTERED[name] = cls
     if not unimportable_reason(cls):
-        paths = _environment_paths()
-        if import_path(cls) not in paths:
-            os.environ[ENVIRONMENT] = ",".join([*paths, import_path(cls)])
+        _put_into_environment(import_path(cls))
     return model
 
 
@@ -72,8 +70,9 @@ def get_model(model: str | type[BaseTransformer]) -> type[BaseTransformer]:
     """
     if isinstance(model, str) and ":" not in model:
         return find_model(model)
-    register_model(model)
-    return _import(model) if isinstance(model, str) else model
+    cls = _import(model) if isinstance(model, str) else model
+    register_model(cls)
+    return cls
 
 
 def find_model(name: str) -> type[BaseTransformer]:
@@ -149,6 +148,12 @@ def _being_imported(module_name: str) -> bool:
     return bool(getattr(spec, "_initializing", False))  # what importlib itself asks in a circular import
 
 
+def _put_into_environment(path: str) -> None:
+    paths = _environment_paths()
+    if path not in paths:
+        os.environ[ENVIRONMENT] = ",".join([*paths, path])
+
+
 def _environment_paths() -> list[str]:
     return [path for path in os.environ.get(ENVIRONMENT, "").split(",") if path]
 
@@ -156,7 +161,7 @@ def _environment_paths() -> list[str]:
 def _import(path: str) -> type[BaseTransformer]:
     module_name, _, attribute = path.partition(":")
     try:
-        found = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:

@@ -60,9 +60,14 @@ def test_tied_and_absent_or_equal_becomes_an_alias(cls, format, head, tmp_path):
 
 @every_model
 @every_case
-def test_tied_and_different_is_refused(cls, format, tmp_path):
+def test_tied_and_different_is_refused_before_anything_is_written(cls, format, tmp_path):
     path = folder(cls, tmp_path / "x", format, tied=True, head="different")
     name = FORMATS[format][0]
+    model = random_model(cls, config_of(cls, True))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(StateDictError):
+        ta.load_checkpoint(model, path)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
     assert refusal(cls, path, True) == [f"lm_head.weight differs from {name}, but the config says that they are tied"]
 
 

@@ -1,6 +1,13 @@
 """Checkpoint folders: safetensors with an index, in native or published names."""
 
-from titan_adapters.checkpoint.api import adapter_for, convert_checkpoint, load_checkpoint, load_model, save_checkpoint
+from titan_adapters.checkpoint.api import (
+    adapter_for,
+    check_weights,
+    convert_checkpoint,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+)
 from titan_adapters.checkpoint.folder import WeightsFolder, open_weights
 from titan_adapters.checkpoint.identity import Identity, read_identity, write_identity
 
@@ -8,6 +15,7 @@ __all__ = [
     "Identity",
     "WeightsFolder",
     "adapter_for",
+    "check_weights",
     "convert_checkpoint",
     "load_checkpoint",
     "load_model",

@@ -27,7 +27,7 @@ from titan_adapters.checkpoint.identity import (
     write_identity,
 )
 from titan_adapters.contract import BaseTransformer, meta_model
-from titan_adapters.errors import CheckpointError
+from titan_adapters.errors import CheckpointError, StateDictError
 from titan_adapters.state_dict import StateDictAdapter, native_adapter, native_tensors
 
 Format = Literal["native", "hf"]
@@ -56,7 +56,7 @@ def load_checkpoint(
     check_fingerprint(weights, identity.config)
     adapter = adapter_for(model, identity.names)
     expected = native_tensors(model)
-    adapter.check(weights.meta_tensors(), expected)
+    check_weights(weights, adapter, expected)
     if not cast:
         _check_dtypes(weights, {tensor.dtype for tensor in expected.values()})
     if any(tensor.is_meta for tensor in expected.values()):
@@ -133,7 +133,7 @@ def convert_checkpoint(
     check_fingerprint(weights, identity.config)
     model = meta_model(identity.model, identity.config)
     adapter = adapter_for(model, identity.names)
-    adapter.check(weights.meta_tensors(), native_tensors(model))
+    check_weights(weights, adapter, native_tensors(model))
     config = identity.config
     if dtype is None:
         _check_dtypes(weights, {getattr(torch, config.dtype)})
@@ -145,6 +145,27 @@ def convert_checkpoint(
     result = Identity(identity.model, config, format)
     _write(target, result, rows, source, overwrite, max_shard_bytes)
     return result
+
+
+def check_weights(weights: WeightsFolder, adapter: StateDictAdapter, expected: dict[str, Tensor]) -> None:
+    """Whether a load will succeed: names and shapes from headers, and whether tied tensors are equal.
+
+    Raises:
+        StateDictError: lists everything that does not fit. Nothing has been written then.
+    """
+    adapter.check(weights.meta_tensors(), expected)
+    both = [pair for pair in adapter.ties() if set(pair) <= set(weights.headers)]
+    different = [
+        f"{alias} differs from {of}, but the config says that they are tied"
+        for alias, of in both
+        if not torch.equal(weights.tensor(alias), weights.tensor(of))
+    ]
+    if different:
+        raise StateDictError(
+            "The checkpoint contradicts its config.",
+            different,
+            fix="set tied_embeddings=False to keep both, or remove the one that is not wanted.",
+        )
 
 
 def adapter_for(model: BaseTransformer, names: Format) -> StateDictAdapter:

@@ -56,6 +56,11 @@ class WeightsFolder:
     def meta_tensors(self) -> dict[str, Tensor]:
         return {n: torch.empty(h.shape, dtype=h.dtype, device="meta") for n, h in self.headers.items()}
 
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, memory-mapped."""
+        with safe_open(self.path / self.headers[name].file, framework="pt") as handle:
+            return handle.get_tensor(name)
+
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, file by file; data is memory-mapped, so at most one file is resident."""
         by_file: dict[str, list[str]] = {}
@@ -157,11 +162,12 @@ def _read_headers(path: Path, file: str) -> tuple[dict[str, Header], dict[str, s
 def atomic_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
     """A temporary folder beside `path` that takes its name only if the block succeeds.
 
-    With `overwrite`, an existing folder is replaced, provided that it is a checkpoint or empty.
+    With `overwrite`, an existing folder is replaced, provided that it is empty, or holds weights and nothing that a
+    checkpoint does not.
     """
     path = Path(path)
     if path.exists():
-        replaceable = path.is_dir() and (not any(path.iterdir()) or any(path.glob("*.safetensors")))
+        replaceable = path.is_dir() and _only_checkpoint_files(path)
         if not overwrite or not replaceable:
             raise CheckpointError(
                 f"{path} exists already.",
@@ -177,10 +183,22 @@ def atomic_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
         old = path.parent / f".{path.name}.{os.getpid()}.old"
         if path.exists():
             path.rename(old)
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _only_checkpoint_files(path: Path) -> bool:
+    entries = list(path.iterdir())
+    known = {".safetensors", ".json", ".txt", ".model", ".jinja"}
+    weights = any(entry.suffix == ".safetensors" for entry in entries)
+    return not entries or (weights and all(entry.is_file() and entry.suffix in known for entry in entries))
 
 
 def write_weights(

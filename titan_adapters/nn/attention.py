@@ -30,9 +30,9 @@ def sequence_info(tokens: Tensor, positions: Tensor | None, document_ids: Tensor
     Without `positions`, each row counts from 0 (within each document, if `document_ids` are given). With positions
     but without ids, a document starts wherever the position is not its left neighbour's plus one.
     """
-    if positions is None and document_ids is None:
-        return SequenceInfo(torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape), None)
     if document_ids is None:
+        if positions is None:
+            return SequenceInfo(torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape), None)
         starts = torch.ones_like(positions, dtype=torch.bool)
         starts[..., 1:] = positions[..., 1:] != positions[..., :-1] + 1
         return SequenceInfo(positions, starts.cumsum(-1))
@@ -80,14 +80,15 @@ class InnerAttention(nn.Module):
         packed = q.dim() == 3
         if packed:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-            seq = SequenceInfo(*(t if t is None else t.unsqueeze(0) for t in seq))
+            ids = None if seq.document_ids is None else seq.document_ids.unsqueeze(0)
+            seq = SequenceInfo(seq.positions.unsqueeze(0), ids)
         out = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq).transpose(1, 2)
         return out.squeeze(0) if packed else out
 
     def _attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, seq: SequenceInfo) -> Tensor:
         spec = self.spec
         if spec.softcap is not None:
-            return self._attend_explicitly(q_BNSH, k_BKSH, v_BKSH, seq)
+            return self._attend_explicitly(q_BNSH, k_BKSH, v_BKSH, seq, spec.softcap)
         mask = self._visible(seq)
         return F.scaled_dot_product_attention(
             q_BNSH,
@@ -115,12 +116,14 @@ class InnerAttention(nn.Module):
             return visible[:, None]
         return visible[None, None]
 
-    def _attend_explicitly(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, seq: SequenceInfo) -> Tensor:
+    def _attend_explicitly(
+        self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, seq: SequenceInfo, softcap: float
+    ) -> Tensor:
         """Scores in fp32, for what scaled_dot_product_attention can't express."""
         groups = self.spec.num_heads // self.spec.num_kv_heads
         k_BNSH, v_BNSH = k_BKSH.repeat_interleave(groups, dim=1), v_BKSH.repeat_interleave(groups, dim=1)
         scores = (q_BNSH.float() @ k_BNSH.float().transpose(-1, -2)) * self.spec.scale
-        scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+        scores = softcap * torch.tanh(scores / softcap)
         visible = self._visible(seq)
         if visible is None:
             length = scores.shape[-1]
@@ -145,7 +148,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq: SequenceInfo) -> Tensor:
         """[..., D] -> [..., D]."""
         q, k, v = self.qkv_linear(x)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, k, seq.positions)

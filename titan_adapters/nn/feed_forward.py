@@ -1,5 +1,6 @@
 """Dense feed-forward layers."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -7,7 +8,11 @@ from torch.nn import functional as F
 
 from titan_adapters.config import FeedForwardSpec, TransformerConfig
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class FeedForward(nn.Module):

@@ -53,6 +53,10 @@ class StateDictAdapter:
         """Native tensors to checkpoint ones; the inverse of `to_native`."""
         return dict(self.session("to_hf").convert(tensors.items(), partial=partial))
 
+    def ties(self) -> list[tuple[str, str]]:
+        """Pairs of checkpoint names that must hold the same tensor, if both are there."""
+        return [(b.row.hf, b.row.hf_of) for b in self.bindings if isinstance(b.row, Tie)]
+
     def check(self, available: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Convert meta tensors and compare with `expected` native shapes, before any data is read.
 

@@ -11,10 +11,11 @@ def attention_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]
     Layers must agree on head counts, biases, norms and rope layout; rows for others are written by hand.
     """
     spec = config.attention(0)
-    interleaved = spec.rope is not None and spec.rope.layout == "interleaved"
 
     def rope_layout(heads: int) -> tuple[Op, ...]:
-        return (Permute(heads, spec.head_dim, spec.rope.rotary_dim),) if interleaved else ()
+        if spec.rope is None or spec.rope.layout == "half":
+            return ()
+        return (Permute(heads, spec.head_dim, spec.rope.rotary_dim),)
 
     ops = {"q": rope_layout(spec.num_heads), "k": rope_layout(spec.num_kv_heads), "v": ()}
     rows: list[Row] = []

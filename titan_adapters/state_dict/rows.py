@@ -7,10 +7,9 @@ split, tied, dropped); `Op`s, applied per tensor, say how each one's layout chan
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from string import Formatter
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,11 +29,11 @@ class Binding:
     native: tuple[str, ...]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Row(ABC):
     """Base of all rows. `ops` run left to right on the way in, right to left and inverted on the way out."""
 
-    ops: tuple[Op, ...]
+    ops: tuple[Op, ...] = field(default=(), repr=False)
 
     @abstractmethod
     def bindings(self, ranges: Ranges) -> Iterator[Binding]: ...
@@ -56,7 +55,7 @@ class Row(ABC):
         return tensor
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Rename(Row):
     """One tensor to one tensor, through `ops`."""
 
@@ -77,7 +76,7 @@ class Rename(Row):
         return [self._out(tensors[0])]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Stack(Row):
     """Many equal-shaped tensors, one per value of placeholder `over`, to one with a new leading dim."""
 
@@ -101,7 +100,7 @@ class Stack(Row):
         return [self._out(t) for t in tensors[0].unbind(0)]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Concat(Row):
     """Several checkpoint tensors to one native tensor, joined along `dim`. `ops` act on the joined tensor.
 
@@ -129,7 +128,7 @@ class Concat(Row):
         return list(_split(self, self._out(tensors[0]), self.sizes, self.dim))
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Split(Row):
     """One checkpoint tensor to several native tensors, cut along `dim`. `ops` act before the cut."""
 
@@ -153,7 +152,7 @@ class Split(Row):
         return [self._out(torch.cat(tensors, dim=self.dim))]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Tie(Row):
     """A name that holds the same tensor as another on both sides, such as a tied head.
 
@@ -165,7 +164,6 @@ class Tie(Row):
     hf_of: str
     native: str
     native_of: str
-    ops: ClassVar[tuple[Op, ...]] = ()
 
     def __init__(self, hf: str, hf_of: str, native: str, native_of: str):
         _set(self, hf=hf, hf_of=hf_of, native=native, native_of=native_of)
@@ -179,12 +177,11 @@ class Tie(Row):
     to_hf = to_native
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, kw_only=True)
 class Drop(Row):
     """A checkpoint tensor that is known and not needed, such as a stored inverse frequency. Never written back."""
 
     hf: str
-    ops: ClassVar[tuple[Op, ...]] = ()
 
     def __init__(self, hf: str):
         _set(self, hf=hf)

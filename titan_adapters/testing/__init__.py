@@ -10,6 +10,8 @@ from titan_adapters.testing.checks import CHECKS, Case, Skip, relative_error
 
 __all__ = ["CheckResult", "check_model", "relative_error", "require"]
 
+Outcome = Literal["passed", "failed", "skipped"]
+
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -17,7 +19,7 @@ class CheckResult:
 
     check: str
     config: str
-    outcome: Literal["passed", "failed", "skipped"]
+    outcome: Outcome
     detail: str
 
 
@@ -48,6 +50,7 @@ def require(results: list[CheckResult]) -> None:
 
 
 def _run(check, config_name: str, case: Case) -> CheckResult:
+    outcome: Outcome
     try:
         outcome, detail = "passed", check(case)
     except Skip as skip:

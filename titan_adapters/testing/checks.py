@@ -145,8 +145,8 @@ def attention_only_through_seam(case: Case) -> str:
             return v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
 
     cut = Case.build(case.cls, case.config).model
-    seams = [path for path, module in cut.named_modules() if isinstance(module, InnerAttention)]
-    layers = sorted(cut.get_submodule(path).layer for path in seams)
+    found = {path: module for path, module in cut.named_modules() if isinstance(module, InnerAttention)}
+    seams, layers = list(found), sorted(module.layer for module in found.values())
     assert layers == list(range(case.config.num_layers)), f"seams are there for layers {layers}"
     for path in seams:
         parent, _, name = path.rpartition(".")

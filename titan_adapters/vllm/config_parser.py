@@ -41,7 +41,7 @@ class TitanConfigParser(ConfigParserBase):
 def as_hf_object(emitted: dict[str, Any]) -> PretrainedConfig:
     """A plain PretrainedConfig: every process can unpickle it without our help."""
     config = PretrainedConfig(**emitted)
-    config.model_type = emitted["model_type"]  # a class attribute in transformers
+    object.__setattr__(config, "model_type", emitted["model_type"])  # a class attribute in transformers
     return config
 
 

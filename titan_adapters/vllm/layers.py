@@ -138,7 +138,7 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
     for path, module in list(model.named_modules()):
         if path.startswith(done) and done:
             continue
-        replacement = None
+        replacement: nn.Module | None = None
         if type(module) is InnerAttention:
             replacement = EngineAttention(module.spec, module.layer, vllm_config, prefix)
         elif type(module) is QKVLinear and _all(styles, path, {"wq": colwise, "wk": colwise, "wv": colwise}):
@@ -155,9 +155,16 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
             swap.replace(path, replacement)
             done += (f"{path}.",)
     if model.config.tied_embeddings:
-        model.lm_head.head = model.lm_head.head.tie_weights(model.tok_embeddings)
+        _tie_head(model)
     _materialise(model, device)
     return swap
+
+
+def _tie_head(model: BaseTransformer) -> None:
+    head, embedding = model.lm_head, model.tok_embeddings
+    if not isinstance(head, EngineHead) or not isinstance(embedding, VocabParallelEmbedding):
+        raise EngineError("lm_head is tied, but not vocabwise.", fix="plan tok_embeddings and lm_head vocabwise.")
+    head.head = head.head.tie_weights(embedding)
 
 
 def _all(styles: dict[str, Style], path: str, wanted: dict[str, Style]) -> bool:

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_adapters.checkpoint import Identity, adapter_for, open_weights, read_identity, write_identity
+from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights, read_identity, write_identity
 from titan_adapters.checkpoint.identity import check_fingerprint, config_diff
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
@@ -62,7 +62,7 @@ def engine_args(
             weights = open_weights(folder)
             check_fingerprint(weights, identity.config)
             built = meta_model(identity.model, identity.config)
-            adapter_for(built, identity.names).check(weights.meta_tensors(), native_tensors(built))
+            check_weights(weights, adapter_for(built, identity.names), native_tensors(built))
     return {
         "dtype": identity.config.dtype,
         **engine_kwargs,

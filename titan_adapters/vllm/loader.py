@@ -1,6 +1,6 @@
 """Writing weights into a swapped model, with exact accounting, and the `titan_skip` load format."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class WeightWriter:
 
 
 def _write_one(parameter: Tensor, tensor: Tensor, shard: str | int | None) -> None:
-    loader = getattr(parameter, "weight_loader", default_weight_loader)
+    loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
     if shard is None:
         loader(parameter, tensor)
     else:
@@ -91,4 +91,6 @@ class SkipLoader(BaseModelLoader):
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.fill_(float("nan"))
-        model.writer.updates_only = True
+        writer = model.writer
+        assert isinstance(writer, WeightWriter), f"{type(model).__name__} is not served by this library"
+        writer.updates_only = True

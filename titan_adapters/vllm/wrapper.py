@@ -8,12 +8,12 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from titan_adapters.checkpoint import Identity, adapter_for, open_weights
+from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights
 from titan_adapters.contract import meta_model
 from titan_adapters.errors import EngineError
 from titan_adapters.nn import SequenceInfo
 from titan_adapters.registry import find_model, import_path
-from titan_adapters.state_dict import native_tensors
+from titan_adapters.state_dict import StateDictAdapter, native_tensors
 from titan_adapters.vllm.layers import swap_modules
 from titan_adapters.vllm.loader import WeightWriter
 
@@ -30,7 +30,7 @@ class TitanBackbone(nn.Module):
         self.model = meta_model(identity.model, identity.config)
         expected = native_tensors(self.model)
         adapter = adapter_for(self.model, identity.names)
-        check_weights(vllm_config, adapter, expected)
+        check_folder(vllm_config, adapter, expected)
         device = torch.get_default_device()
         swap = swap_modules(self.model, vllm_config, f"{prefix}." if prefix else "", device)
         self.writer = WeightWriter(adapter, expected, swap)
@@ -42,7 +42,11 @@ class TitanBackbone(nn.Module):
         intermediate_tensors: None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        x = self.model.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None, "vLLM passes one of the two"
+            x = self.model.embed(input_ids)
+        else:
+            x = inputs_embeds
         x = self.model.run_layers(x, SequenceInfo(positions, None))
         return self.model.norm(x)
 
@@ -110,7 +114,7 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
     return Identity(cls, config, titan["names"])
 
 
-def check_weights(vllm_config: VllmConfig, adapter, expected: dict[str, Tensor]) -> None:
+def check_folder(vllm_config: VllmConfig, adapter: StateDictAdapter, expected: dict[str, Tensor]) -> None:
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
     if vllm_config.load_config.load_format in ("auto", "hf", "safetensors"):
-        adapter.check(open_weights(vllm_config.model_config.model).meta_tensors(), expected)
+        check_weights(open_weights(vllm_config.model_config.model), adapter, expected)
