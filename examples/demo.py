@@ -39,7 +39,7 @@ def main() -> None:
     import vllm
 
     import titan_adapters as ta
-    from titan_adapters.vllm.compare import comparison_sampling, compare_outputs
+    from titan_adapters.vllm.compare import compare_outputs, comparison_sampling
 
     options = {"max_model_len": 1024, "max_num_seqs": 32, "enforce_eager": "--compile" not in sys.argv}
     print("Starting vLLM with titan_models.llama:Llama ...", flush=True)

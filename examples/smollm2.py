@@ -26,8 +26,8 @@ def published_folder(root: Path) -> Path:
     source = Path(package.submodule_search_locations[0])
     gguf = next(source.glob("*.gguf")).name
     print(f"Reading {gguf} (about 20 s) ...", flush=True)
-    dequantize = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, quantization_config=dequantize, dtype="bfloat16")
+    options = {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True), "dtype": "bfloat16"}
+    model = AutoModelForCausalLM.from_pretrained(source, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)
     with atomic_folder(target, overwrite=False) as folder:
         model.save_pretrained(folder)

@@ -1,0 +1,66 @@
+"""The engine on a CUDA GPU: parity with torch, eager and with compilation and CUDA graphs. Skips without a GPU."""
+
+import pytest
+import torch
+
+import titan_adapters as ta
+from tests.conftest import random_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and there is none"),
+]
+
+LENGTH, NEW = 60, 8
+CASES = [
+    pytest.param(cls, config, id=f"{cls.model_type}: {name}")
+    for cls in map(ta.get_model, ("llama", "qwen2", "qwen3"))
+    for name, config in cls.tiny_configs().items()
+]
+
+
+def engine_and_torch_logprobs(model, folder, **options):
+    """Logprobs of a random prompt and of what the engine continues it with: engine's, and torch's for the same tokens."""
+    from vllm import SamplingParams
+
+    ta.save_checkpoint(model, folder / "checkpoint", cast=True)
+    llm = ta.vllm.LLM(
+        checkpoint=folder / "checkpoint", max_model_len=128, gpu_memory_utilization=0.1, skip_tokenizer_init=True,
+        **options,
+    )  # fmt: skip
+    prompt = torch.randint(model.config.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, prompt_logprobs=0, detokenize=False)
+    output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+    continuation = list(output.outputs[0].token_ids)
+    steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    tokens = prompt + continuation
+    ours = torch.tensor([step[token].logprob for step, token in zip(steps, tokens[1:], strict=True)])
+    with torch.no_grad():
+        reference = model(torch.tensor(tokens)).float().log_softmax(-1)[:-1]
+    return ours, reference.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], reference[LENGTH - 1 :], continuation
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@pytest.mark.parametrize(("cls", "config"), CASES)
+def test_fp32_equals_torch(cls, config, tmp_path):
+    """Relative 1e-4: other kernels sum in another order; torch ran on the CPU."""
+    ours, reference, steps, continuation = engine_and_torch_logprobs(
+        random_model(cls, config), tmp_path, dtype="float32", enforce_eager=True
+    )
+    assert ((ours - reference).norm() / reference.norm()).item() <= 1e-4
+    assert steps.argmax(-1).tolist() == continuation
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bf16_with_cuda_graphs_is_within_rounding(name, tmp_path):
+    """Both sides round to bf16 (8 bits) in every layer; 2e-2 relative is the size of that, a wrong function is O(1)."""
+    cls = ta.get_model(name)
+    config = next(iter(cls.tiny_configs().values()))
+    config = config.model_copy(update={"dtype": "bfloat16"})
+    model = random_model(cls, config).bfloat16()
+    ours, reference, _, _ = engine_and_torch_logprobs(model, tmp_path)
+    assert ((ours - reference).norm() / reference.norm()).item() <= 2e-2
