@@ -1,12 +1,15 @@
 """Commands about model definitions: `models`, `check`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
 from titan_adapters.registry import list_models
+
+if TYPE_CHECKING:
+    from titan_adapters.testing import CheckResult
 
 OUTCOMES = {"passed": "[green]pass[/]", "failed": "[red]FAIL[/]", "skipped": "[yellow]skip[/]"}
 
@@ -19,11 +22,28 @@ def models() -> None:
     Console().print(table)
 
 
-def check(model: Annotated[str, typer.Argument(help="A registered name, or pkg.module:Class.")]) -> None:
+def check(
+    model: Annotated[str | None, typer.Argument(help="A registered name, or pkg.module:Class.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every known model.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Only a table of models and checks.")] = False,
+) -> None:
     """Run the contract suite on a model's tiny configs; exits with 1 if any check fails."""
-    from titan_adapters.testing import check_model
+    from titan_adapters.testing import capability_table, check_model
 
-    results = check_model(model)
+    if every == (model is not None):
+        raise typer.BadParameter("give a MODEL or --all")
+    names = [info.name for info in list_models()] if model is None else [model]
+    results = {name: check_model(name) for name in names}
+    if markdown:
+        typer.echo(capability_table(results), nl=False)
+    else:
+        for name, found in results.items():
+            _print(name, found)
+    if any(r.outcome == "failed" for found in results.values() for r in found):
+        raise typer.Exit(1)
+
+
+def _print(model: str, results: "list[CheckResult]") -> None:
     configs = list(dict.fromkeys(r.config for r in results if r.config))
     table = Table(Column("check", no_wrap=True), *configs, title=f"{model}: contract suite", caption_justify="left")
     for name in dict.fromkeys(r.check for r in results):
@@ -37,8 +57,6 @@ def check(model: Annotated[str, typer.Argument(help="A registered name, or pkg.m
             console.print(f"    {r.detail}", markup=False, highlight=False)
     counts = {outcome: sum(r.outcome == outcome for r in results) for outcome in OUTCOMES}
     console.print(", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
-    if counts["failed"]:
-        raise typer.Exit(1)
 
 
 def add_to(app: typer.Typer) -> None:

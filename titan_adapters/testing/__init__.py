@@ -8,7 +8,7 @@ from titan_adapters.errors import ContractError
 from titan_adapters.registry import get_model
 from titan_adapters.testing.checks import CHECKS, Case, Skip, relative_error
 
-__all__ = ["CheckResult", "check_model", "relative_error", "require"]
+__all__ = ["CheckResult", "capability_table", "check_model", "relative_error", "require"]
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -47,6 +47,19 @@ def require(results: list[CheckResult]) -> None:
     failed = [f"{r.check} [{r.config}]: {r.detail}" for r in results if r.outcome == "failed"]
     if failed:
         raise ContractError("The model failed its contract suite.", failed, fix="see each check's docstring.")
+
+
+def capability_table(results: dict[str, list[CheckResult]]) -> str:
+    """Markdown: checks by model, each with the number of tiny configs that passed of those it applies to."""
+    checks = list(dict.fromkeys(r.check for found in results.values() for r in found))
+    lines = [f"| check | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
+    for check in checks:
+        cells = []
+        for found in results.values():
+            ran = [r.outcome == "passed" for r in found if r.check == check and r.outcome != "skipped"]
+            cells.append(f"{sum(ran)}/{len(ran)}" if ran else "-")
+        lines.append(f"| {check.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _run(check, config_name: str, case: Case) -> CheckResult:

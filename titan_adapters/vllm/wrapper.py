@@ -109,8 +109,13 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
     served = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if served != config.dtype:
         logger.warning("The checkpoint's dtype is %s; serving in %s, as resolved by vLLM.", config.dtype, served)
+    refused = []
     if vllm_config.quant_config is not None:
-        raise EngineError("Quantisation is not supported yet.", fix="leave out the quantization argument.")
+        refused.append("quantization")
+    if vllm_config.parallel_config.world_size > 1:
+        refused.append(f"parallel size {vllm_config.parallel_config.world_size} (one rank only)")
+    if refused:
+        raise EngineError("The engine was asked for what is not supported yet.", refused, fix="leave it out.")
     return Identity(cls, config, titan["names"])
 
 
