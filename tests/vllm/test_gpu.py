@@ -12,15 +12,15 @@ pytestmark = [
 ]
 
 LENGTH, NEW = 60, 8
+# The last tiny config of each: biases, one kv head, windows. An engine takes 25 s to start on a GPU.
 CASES = [
-    pytest.param(cls, config, id=f"{cls.model_type}: {name}")
+    pytest.param(cls, list(cls.tiny_configs().values())[-1], id=cls.model_type)
     for cls in map(ta.get_model, ("llama", "qwen2", "qwen3"))
-    for name, config in cls.tiny_configs().items()
 ]
 
 
 def engine_and_torch_logprobs(model, folder, **options):
-    """Logprobs of a random prompt and of what the engine continues it with: engine's, and torch's for the same tokens."""
+    """Logprobs of a random prompt and of what the engine continues it with; torch's for the same tokens."""
     from vllm import SamplingParams
 
     ta.save_checkpoint(model, folder / "checkpoint", cast=True)
@@ -47,11 +47,11 @@ def in_process(monkeypatch):
 
 @pytest.mark.parametrize(("cls", "config"), CASES)
 def test_fp32_equals_torch(cls, config, tmp_path):
-    """Relative 1e-4: other kernels sum in another order; torch ran on the CPU."""
+    """Relative 1e-3: vLLM's Triton attention multiplies fp32 in TF32, whose mantissa has 10 bits. Torch ran on the CPU."""
     ours, reference, steps, continuation = engine_and_torch_logprobs(
         random_model(cls, config), tmp_path, dtype="float32", enforce_eager=True
     )
-    assert ((ours - reference).norm() / reference.norm()).item() <= 1e-4
+    assert ((ours - reference).norm() / reference.norm()).item() <= 1e-3
     assert steps.argmax(-1).tolist() == continuation
 
 

@@ -26,6 +26,7 @@ class TitanBackbone(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
+        refuse_unsupported(vllm_config)
         identity = identity_of(vllm_config)
         self.model = meta_model(identity.model, identity.config)
         expected = native_tensors(self.model)
@@ -109,6 +110,11 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
     served = str(vllm_config.model_config.dtype).removeprefix("torch.")
     if served != config.dtype:
         logger.warning("The checkpoint's dtype is %s; serving in %s, as resolved by vLLM.", config.dtype, served)
+    return Identity(cls, config, titan["names"])
+
+
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """What vLLM would accept, but nobody has tested here."""
     refused = []
     if vllm_config.quant_config is not None:
         refused.append("quantization")
@@ -116,7 +122,6 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
         refused.append(f"parallel size {vllm_config.parallel_config.world_size} (one rank only)")
     if refused:
         raise EngineError("The engine was asked for what is not supported yet.", refused, fix="leave it out.")
-    return Identity(cls, config, titan["names"])
 
 
 def check_folder(vllm_config: VllmConfig, adapter: StateDictAdapter, expected: dict[str, Tensor]) -> None:
