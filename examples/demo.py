@@ -29,6 +29,7 @@ PROMPTS = [
     "The opposite of 'cold' is",
 ]
 TOKENS = 64
+WIDEST_GAP = 0.5  # nats between native's two best tokens where continuations may part: four bf16 steps of a logit
 
 
 def main() -> None:
@@ -63,9 +64,10 @@ def main() -> None:
     print("Starting vLLM's own Llama on the same weights ...", flush=True)
     reference = vllm.LLM(str(published), **options)
     comparison = compare_outputs(outputs, reference.generate(PROMPTS, comparison_sampling(TOKENS), use_tqdm=False))
-    print(f"Ours against vLLM's native Llama: {comparison}")
-    if comparison.mismatches:
-        raise SystemExit("\n".join(comparison.mismatches))
+    print(f"Ours against vLLM's native Llama in bf16: {comparison}")
+    print("Bitwise equality is not to be had in bf16, nor does native have it with itself: see docs/numerics.md")
+    if comparison.largest_gap > WIDEST_GAP:
+        raise SystemExit("that is more than rounding: " + "; ".join(comparison.mismatches))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ class Comparison:
     """Prompts that part where the reference's two best tokens are nearly equal; not an error."""
     mismatches: list[str] = field(default_factory=list)
     """Prompts that part anywhere else."""
+    largest_gap: float = 0.0
+    """Nats between the reference's two best tokens, at most, where prompts part; near-ties included."""
     prompt_logprob_mean: float = 0.0
     """Mean absolute difference over all prompt tokens, in nats."""
     prompt_logprob_max: float = 0.0
@@ -36,12 +38,14 @@ class Comparison:
     def __str__(self) -> str:
         return (
             f"{self.prompts} prompts, {self.tokens} greedy tokens compared, {len(self.mismatches)} differ, "
-            f"{self.near_ties} part at near-ties; prompt logprobs differ by {self.prompt_logprob_mean:.4f} in the mean, "
-            f"{self.prompt_logprob_max:.4f} at most"
+            f"{self.near_ties} part at near-ties; prompt logprobs differ by {self.prompt_logprob_mean:.4f} in the "
+            f"mean, {self.prompt_logprob_max:.4f} at most"
         )
 
 
-def compare_outputs(ours: Sequence["RequestOutput"], reference: Sequence["RequestOutput"]) -> Comparison:
+def compare_outputs(
+    ours: Sequence["RequestOutput"], reference: Sequence["RequestOutput"], near_tie: float = NEAR_TIE
+) -> Comparison:
     """Compare greedy continuations and prompt logprobs of the same prompts, made with `comparison_sampling`.
 
     After the first difference contexts are not the same any more, so a prompt's comparison ends there.
@@ -51,7 +55,7 @@ def compare_outputs(ours: Sequence["RequestOutput"], reference: Sequence["Reques
     for index, (a, b) in enumerate(zip(ours, reference, strict=True)):
         if a.prompt_token_ids != b.prompt_token_ids:
             raise ValueError(f"prompt {index} was tokenized differently")
-        _compare_tokens(index, a, b, result)
+        _compare_tokens(index, a, b, near_tie, result)
         differences += _prompt_differences(a, b)
     if differences:
         result.prompt_logprob_mean = sum(differences) / len(differences)
@@ -59,14 +63,19 @@ def compare_outputs(ours: Sequence["RequestOutput"], reference: Sequence["Reques
     return result
 
 
-def _compare_tokens(index: int, ours: "RequestOutput", reference: "RequestOutput", result: Comparison) -> None:
+def _compare_tokens(
+    index: int, ours: "RequestOutput", reference: "RequestOutput", near_tie: float, result: Comparison
+) -> None:
     a, b = ours.outputs[0], reference.outputs[0]
+    if b.logprobs is None:
+        raise ValueError("the reference has no logprobs: generate with comparison_sampling")
     for step, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
         result.tokens += 1
         if x == y:
             continue
         best, second = sorted((lp.logprob for lp in b.logprobs[step].values()), reverse=True)[:2]
-        if best - second <= NEAR_TIE:
+        result.largest_gap = max(result.largest_gap, best - second)
+        if best - second <= near_tie:
             result.near_ties += 1
         else:
             result.mismatches.append(f"prompt {index}, token {step}: {x} against {y}, {best - second:.3f} nats apart")
@@ -77,9 +86,7 @@ def _compare_tokens(index: int, ours: "RequestOutput", reference: "RequestOutput
 
 def _prompt_differences(ours: "RequestOutput", reference: "RequestOutput") -> list[float]:
     if not ours.prompt_logprobs or not reference.prompt_logprobs:
-        return []
-    tokens = reference.prompt_token_ids
-    return [
-        abs(ours.prompt_logprobs[i][tokens[i]].logprob - reference.prompt_logprobs[i][tokens[i]].logprob)
-        for i in range(1, len(tokens))
-    ]
+        return []  # not asked for
+    tokens = reference.prompt_token_ids or []
+    pairs = zip(tokens[1:], ours.prompt_logprobs[1:], reference.prompt_logprobs[1:], strict=True)  # none for the first
+    return [abs(a[token].logprob - b[token].logprob) for token, a, b in pairs if a and b]

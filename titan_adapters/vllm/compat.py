@@ -1,5 +1,7 @@
 """What differs between the supported vLLM versions (0.26 to 0.32), in one place."""
 
+from torch import nn
+
 from titan_adapters.config import TransformerConfig
 
 
@@ -31,3 +33,8 @@ def multiprocess_engine() -> bool:
     from vllm import envs
 
     return envs.VLLM_ENABLE_V1_MULTIPROCESSING
+
+
+def keeps_packed_copy(module: nn.Module) -> bool:
+    """Whether `module` computes with a repacked copy of its weight; on the CPU, vLLM makes one after loading."""
+    return hasattr(module, "cpu_linear")

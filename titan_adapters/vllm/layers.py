@@ -3,6 +3,7 @@
 Shapes: T tokens of a step  D model dim  N, K query and kv heads (rank-local)  H head_dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -111,6 +112,8 @@ class Swap:
     model: BaseTransformer
     moved: dict[str, tuple[str, str | int | None]] = field(default_factory=dict)
     """Native module path -> (engine module path, shard of a packed parameter or None)."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Engine parameter name -> another name under which the same parameter serves."""
 
     def replace(self, path: str, module: nn.Module) -> None:
         parent, _, name = path.rpartition(".")
@@ -121,6 +124,13 @@ class Swap:
         module, _, kind = native.rpartition(".")
         path, shard = self.moved.get(module, (module, None))
         return (f"{path}.{kind}" if path else kind), shard
+
+    def by_module(self, natives: Iterable[str]) -> dict[str, list[str]]:
+        """`natives` by the path of the engine module that they went into."""
+        found: dict[str, list[str]] = {}
+        for native in natives:
+            found.setdefault(self.target(native)[0].rpartition(".")[0], []).append(native)
+        return found
 
 
 def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, device: torch.device) -> Swap:
@@ -156,6 +166,7 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
             done += (f"{path}.",)
     if model.config.tied_embeddings:
         _tie_head(model)
+        swap.aliases["tok_embeddings.weight"] = "lm_head.head.weight"
     _materialise(model, device)
     return swap
 

@@ -16,7 +16,15 @@ from titan_adapters.vllm.plugin import CONFIG_FORMAT, SKIP_FORMAT, register
 if TYPE_CHECKING:
     import vllm
 
-OURS = ("config_format", "hf_config_path", "quantization")
+OURS = ("model", "config_format", "hf_config_path")
+UNSUPPORTED = {
+    "quantization": None,
+    "enable_lora": False,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+}
+"""Engine arguments that are refused unless they have this value."""
 WITHOUT_WEIGHTS = ("dummy", SKIP_FORMAT)
 
 
@@ -39,7 +47,12 @@ def engine_args(
     Raises:
         EngineError, CheckpointError, StateDictError, ConfigError: with everything that is wrong.
     """
-    clash = [f"{key} is set by this function" for key in ("model", *OURS) if key in engine_kwargs]
+    clash = [f"{key} is set by this function" for key in OURS if key in engine_kwargs]
+    clash += [
+        f"{key}={engine_kwargs[key]!r} is not supported yet"
+        for key, only in UNSUPPORTED.items()
+        if engine_kwargs.get(key, only) != only
+    ]
     if clash:
         raise EngineError("These engine arguments can't be used here.", clash, fix="leave them out.")
     load_format = engine_kwargs.get("load_format", "auto")

@@ -5,16 +5,23 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from titan_adapters.errors import StateDictError
+from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
+from titan_adapters.vllm.compat import keeps_packed_copy
 from titan_adapters.vllm.layers import Swap
+
+logger = init_logger("vllm.titan_adapters")
 
 
 class WeightWriter:
     """Converts incoming tensors to native ones and writes each through its parameter's own loader.
+
+    During vLLM's reload (parameters are on meta then), an engine layer is written when all of its tensors are there:
+    vLLM fills what a reload leaves out of a packed layer with whatever is in memory.
 
     Args:
         adapter: Table between incoming and native names.
@@ -27,6 +34,8 @@ class WeightWriter:
         self._expected = expected
         self._swap = swap
         self._session: Session | None = None
+        self._layers = swap.by_module(expected)
+        self._held: dict[str, Tensor] = {}
         self.unwritten = set(expected)
         """Native names that no load has written yet."""
         self.updates_only = False
@@ -35,12 +44,21 @@ class WeightWriter:
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Write `weights`; returns the engine's names, relative to the model, of what was written.
 
-        The first call must be complete. Later ones may be partial; halves of a packed row may arrive in different
-        calls.
+        The first call must be complete. Later ones may be partial; halves of a packed row or layer may arrive in
+        different calls.
 
         Raises:
             StateDictError: lists unexpected, repeated, misshapen and (at first) missing tensors.
+            EngineError: outside a reload, where this platform can't change a loaded layer.
         """
+        try:
+            return self._write(weights)
+        except BaseException:  # what a refused call left behind must not be mixed with the next call's weights
+            self._session = None
+            self._held.clear()
+            raise
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Looked up anew each time: a reload swaps parameters for meta ones and back.
         state = dict(self._swap.model.state_dict(keep_vars=True))
         session = self._session or self._adapter.session("to_native")
@@ -52,21 +70,48 @@ class WeightWriter:
                     problem = f"{native} has shape {tuple(converted.shape)}, the model needs {tuple(wanted)}"
                     session.problems.append(problem)
                     continue
-                name, shard = self._swap.target(native)
-                _write_one(state[name], converted, shard)
-                self.unwritten.discard(native)
-                written.add(name)
+                self._held[native] = converted
+                written |= self._write_held(native, state)
         partial = self.updates_only
         self._session = session if partial and session.pending else None
         if self._session is None or session.problems:
-            self._session = None
             session.finish(partial=partial)
         if not partial and self.unwritten:
             raise StateDictError(
                 "The load left weights unwritten.", sorted(self.unwritten), fix="report this: the row table has a gap."
             )
+        if self._held:
+            logger.warning("Not written until the rest of their layers comes: %s", ", ".join(sorted(self._held)))
         self.updates_only = True
         return written
+
+    def _write_held(self, native: str, state: dict[str, Tensor]) -> set[str]:
+        """Write `native`, or in a reload its whole layer if that is there now; returns the engine's names."""
+        path = self._swap.target(native)[0].rpartition(".")[0]
+        layer = self._layers[path]
+        reloading = any(state[self._swap.target(part)[0]].is_meta for part in layer)  # biases never are
+        if reloading and not all(part in self._held for part in layer):
+            return set()
+        written = set()
+        for part in layer if reloading else [native]:
+            name, shard = self._swap.target(part)
+            # A reload gives a tied head a tensor of its own for the time being, and repacks it only if it is loaded.
+            alias = self._swap.aliases.get(name, name)
+            for target in {id(state[n]): n for n in (alias, name)}.values():
+                if not reloading:
+                    self._check_changeable(target.rpartition(".")[0])
+                _write_one(state[target], self._held[part], shard)
+            del self._held[part]
+            self.unwritten.discard(part)
+            written.add(name)
+        return written
+
+    def _check_changeable(self, path: str) -> None:
+        if keeps_packed_copy(self._swap.model.get_submodule(path)):
+            raise EngineError(
+                f"{path} holds its weights in another layout by now, which only a reload renews.",
+                fix='update through collective_rpc("reload_weights", ...), which restores the layout.',
+            )
 
 
 def _write_one(parameter: Tensor, tensor: Tensor, shard: str | int | None) -> None:

@@ -9,6 +9,8 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights
+from titan_adapters.checkpoint.identity import check_fingerprint
+from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import meta_model
 from titan_adapters.errors import EngineError
 from titan_adapters.nn import SequenceInfo
@@ -31,7 +33,7 @@ class TitanBackbone(nn.Module):
         self.model = meta_model(identity.model, identity.config)
         expected = native_tensors(self.model)
         adapter = adapter_for(self.model, identity.names)
-        check_folder(vllm_config, adapter, expected)
+        check_folder(vllm_config, identity.config, adapter, expected)
         device = torch.get_default_device()
         swap = swap_modules(self.model, vllm_config, f"{prefix}." if prefix else "", device)
         self.writer = WeightWriter(adapter, expected, swap)
@@ -124,7 +126,11 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
         raise EngineError("The engine was asked for what is not supported yet.", refused, fix="leave it out.")
 
 
-def check_folder(vllm_config: VllmConfig, adapter: StateDictAdapter, expected: dict[str, Tensor]) -> None:
+def check_folder(
+    vllm_config: VllmConfig, config: TransformerConfig, adapter: StateDictAdapter, expected: dict[str, Tensor]
+) -> None:
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
     if vllm_config.load_config.load_format in ("auto", "hf", "safetensors"):
-        check_weights(open_weights(vllm_config.model_config.model), adapter, expected)
+        weights = open_weights(vllm_config.model_config.model)
+        check_fingerprint(weights, config)
+        check_weights(weights, adapter, expected)

@@ -1,0 +1,139 @@
+"""Model classes for the engine's tests, importable by its processes; not a test."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.nn import functional as F
+
+import titan_adapters as ta
+
+Llama = ta.get_model("llama")
+LlamaConfig = Llama.Config
+TINY = next(iter(Llama.tiny_configs().values()))
+
+
+class Free(Llama):
+    """Every spec field that no installed model varies, as a field of the config."""
+
+    model_type = "free"
+
+    class Config(LlamaConfig):
+        scale: float
+        softcap: float | None
+        window: int | None
+        qk_norm: bool
+        activation: str
+        gated: bool
+
+        def attention(self, layer: int) -> ta.AttentionSpec:
+            qk_norm = ta.QKNormSpec(scope="per_head", eps=1e-5) if self.qk_norm else None
+            changed = {"scale": self.scale, "softcap": self.softcap, "window": self.window, "qk_norm": qk_norm}
+            return super().attention(layer).model_copy(update=changed)
+
+        def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
+            changed = {"activation": self.activation, "gated": self.gated}
+            return super().feed_forward(layer).model_copy(update=changed)
+
+    @classmethod
+    def tiny_configs(cls) -> dict[str, "Config"]:
+        fields = TINY.model_dump() | {"num_layers": 2, "scale": 0.5, "qk_norm": True}
+        short = ta.RopeSpec(theta=1e4, rotary_dim=16, layout="half", scaling=None)
+        return {
+            "softcap, gelu_tanh": cls.Config(**fields, softcap=2.0, window=None, activation="gelu_tanh", gated=True),
+            "windows, ungated, partial rotary": cls.Config(
+                **fields | {"rope": short}, softcap=None, window=5, activation="gelu", gated=False
+            ),
+        }
+
+
+class TwiceValue(ta.nn.QKVLinear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().forward(x)
+        return q, k, 2 * v
+
+
+class Residual(ta.nn.FeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x)) + x
+
+
+class OwnParts(Llama):
+    """Parts that an engine must not pack, because subclasses compute something else."""
+
+    model_type = "own-parts"
+
+    class Block(ta.nn.PreNormBlock):
+        def __init__(self, config: ta.TransformerConfig, layer: int):
+            super().__init__(config, layer)
+            self.attention.qkv_linear = TwiceValue(config.dim, config.attention(layer))
+            self.feed_forward = Residual(config, layer)
+
+
+class ReplicatedOutput(Llama):
+    model_type = "replicated-output"
+
+    @classmethod
+    def parallel_plan(cls, config: ta.TransformerConfig) -> ta.ParallelPlan:
+        rows = {"layers.*.attention.wo": ta.replicate, "layers.*.attention.qkv_linear.wv": ta.replicate}
+        planned = ta.decoder_plan(config).rows
+        del planned["layers.*.attention.qkv_linear.w[qkv]"]
+        return ta.ParallelPlan(planned | {"layers.*.attention.qkv_linear.w[qk]": ta.colwise} | rows)
+
+
+class Halves(Llama):
+    """Its published names hold each w1 as two tensors."""
+
+    model_type = "halves"
+
+    @classmethod
+    def state_dict_adapter(cls, config: ta.TransformerConfig) -> ta.StateDictAdapter:
+        w1 = "layers.{layer}.feed_forward.w1.weight"
+        rows = [row for row in ta.decoder_rows(config) if getattr(row, "native", None) != w1]
+        halves = ta.Concat(
+            ["w1.{layer}.top", "w1.{layer}.bottom"], w1, sizes=[config.hidden_dim // 2, config.hidden_dim // 2]
+        )
+        return ta.StateDictAdapter(*rows, halves, layer=range(config.num_layers))
+
+
+class OwnAttention(ta.nn.InnerAttention):
+    pass
+
+
+def without_a_good_seam() -> Iterator[tuple[type[ta.BaseTransformer], str]]:
+    """(model, part of the refusal), for each way in which an attention seam can be wrong."""
+
+    def block(change):
+        class Block(ta.nn.PreNormBlock):
+            def __init__(self, config: ta.TransformerConfig, layer: int):
+                super().__init__(config, layer)
+                if layer == 1:
+                    change(self.attention, config)
+
+        return Block
+
+    def subclassed(attention, config):
+        attention.inner_attention = OwnAttention(config.attention(1), 1)
+
+    def contradicting(attention, config):
+        other = config.attention(1).model_copy(update={"scale": 1.0})
+        attention.inner_attention = ta.nn.InnerAttention(other, 1)
+
+    def missing(attention, config):
+        attention.inner_attention = None
+
+    def doubled(attention, config):
+        attention.inner_attention = ta.nn.InnerAttention(config.attention(0), 0)
+
+    for change, text in [
+        (subclassed, "layers.1.attention.inner_attention is a subclass of InnerAttention"),
+        (contradicting, "layers.1.attention.inner_attention: its spec is not config.attention(1)"),
+        (missing, "InnerAttention modules are there for layers [0, 2], one per layer is needed"),
+        (doubled, "InnerAttention modules are there for layers [0, 0, 2], one per layer is needed"),
+    ]:
+        yield type("Seam", (Llama,), {"model_type": f"seam-{change.__name__}", "Block": block(change)}), text
+
+
+class Registered(Llama):
+    """For registration by path."""
+
+    model_type = "registered-by-path"
