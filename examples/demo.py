@@ -27,6 +27,10 @@ PROMPTS = [
     "To make a good cup of tea, first",
     "In 1969, for the first time,",
     "The opposite of 'cold' is",
+    "The history of the Roman Empire begins with the founding of the city. It grew into a great power that ruled the "
+    "Mediterranean for centuries, and its laws, language and roads",
+    "import numpy as np\n\ndef softmax(x):\n    e = np.exp(x - x.max())\n    return e / e.sum()\n\n",
+    "The quick brown fox jumps over the lazy dog. " * 12,
 ]
 TOKENS = 64
 WIDEST_GAP = 0.5  # nats between native's two best tokens where continuations may part: four bf16 steps of a logit
@@ -54,7 +58,7 @@ def main() -> None:
         raise SystemExit("the continuation should contain 'Paris'")
 
     fixed = vllm.SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    for prompts in (PROMPTS[:1], PROMPTS * 4):
+    for prompts in (PROMPTS[:1], (PROMPTS * 3)[:32]):
         start = time.perf_counter()
         ours.generate(prompts, fixed, use_tqdm=False)
         rate = len(prompts) * TOKENS / (time.perf_counter() - start)
