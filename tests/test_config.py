@@ -15,7 +15,7 @@ every_model = pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
 ROPE = dict(theta=10000.0, rotary_dim=8, layout="half", scaling=None)
 ATTENTION = dict(
     num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, window=None, softcap=None, qk_norm=None, qkv_bias=False,
-    out_bias=False, rope=ta.RopeSpec(**ROPE),
+    out_bias=False, rope=ta.RopeSpec(**ROPE), temperature=None,
 )  # fmt: skip
 SCALING = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 FEED_FORWARD = dict(hidden_dim=16, activation="silu", gated=True, bias=False)
@@ -24,7 +24,7 @@ SPECS = [
     pytest.param(ta.AttentionSpec, ATTENTION, id="attention"),
     pytest.param(ta.Llama3Scaling, SCALING, id="llama3"),
     pytest.param(ta.FeedForwardSpec, FEED_FORWARD, id="feed forward"),
-    pytest.param(ta.QKNormSpec, dict(scope="per_head", eps=1e-6), id="qk norm"),
+    pytest.param(ta.QKNormSpec, dict(scope="per_head", eps=1e-6, offset=0.0, weight_in_fp32=False), id="qk norm"),
 ]
 
 
@@ -125,9 +125,9 @@ def test_base_config_answers_nothing():
     config = ta.TransformerConfig(
         dim=8, num_layers=1, vocab_size=8, max_seq_len=8, norm_eps=1e-6, tied_embeddings=False, dtype="float32"
     )
-    for method in (config.attention, config.feed_forward):
+    for method in (lambda: config.attention(0), lambda: config.feed_forward(0), config.norm):
         with pytest.raises(NotImplementedError):
-            method(0)
+            method()
 
 
 def test_emitted_config_by_hand():

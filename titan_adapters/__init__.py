@@ -7,16 +7,28 @@ from titan_adapters import nn
 from titan_adapters.checkpoint import load_checkpoint, load_model, save_checkpoint
 from titan_adapters.config import (
     AttentionSpec,
+    DynamicScaling,
     FeedForwardSpec,
+    LayerNormSpec,
+    LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
+    NormSpec,
+    ProportionalScaling,
     QKNormSpec,
+    RMSNormSpec,
+    RopeScaling,
     RopeSpec,
+    TemperatureSpec,
     TransformerConfig,
+    YarnScaling,
 )
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import TitanError
 from titan_adapters.hf_config import emit_hf_config, read_hf_config
-from titan_adapters.hf_reader import HFReader, hf_decoder_config, hf_windows
+from titan_adapters.hf_reader import HFReader
+from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
+from titan_adapters.hf_writer import hf_decoder_config, hf_one_window, hf_windows
 from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, replicate, rowwise, vocabwise
 from titan_adapters.registry import get_model, list_models, register_model
 from titan_adapters.state_dict import (
@@ -46,22 +58,32 @@ __all__ = [
     "Cast",
     "Concat",
     "Drop",
+    "DynamicScaling",
     "FeedForwardSpec",
     "HFReader",
+    "LayerNormSpec",
+    "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
+    "NormSpec",
     "ParallelPlan",
     "Permute",
+    "ProportionalScaling",
     "QKNormSpec",
+    "RMSNormSpec",
     "Rename",
+    "RopeScaling",
     "RopeSpec",
     "Split",
     "Stack",
     "StateDictAdapter",
     "Style",
+    "TemperatureSpec",
     "Tie",
     "TitanError",
     "TransformerConfig",
     "Transpose",
+    "YarnScaling",
     "attention_rows",
     "colwise",
     "decoder_plan",
@@ -70,6 +92,9 @@ __all__ = [
     "feed_forward_rows",
     "get_model",
     "hf_decoder_config",
+    "hf_one_window",
+    "hf_rope",
+    "hf_rope_by_type",
     "hf_windows",
     "list_models",
     "load_checkpoint",

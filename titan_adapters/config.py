@@ -6,7 +6,7 @@ has a default: an author states every one of them. Imports neither torch nor vll
 
 import hashlib
 import json
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,6 +19,25 @@ class Spec(BaseModel):
     """Frozen pydantic base: unknown keys are errors, instances hash and compare by value."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LinearScaling(Spec):
+    """Position interpolation (arXiv:2306.15595): every frequency is divided."""
+
+    type: Literal["linear"] = "linear"
+    factor: float = Field(gt=0)
+
+
+class DynamicScaling(Spec):
+    """Dynamic NTK: the base grows with the sequence, once that exceeds the original context.
+
+    A causal model cannot know how long its sequence will become, so the table is that of a sequence of `max_seq_len`.
+    """
+
+    type: Literal["dynamic"] = "dynamic"
+    factor: float = Field(gt=0)
+    original_max_position: int = Field(gt=0)
+    """Context length of pre-training, in tokens."""
 
 
 class Llama3Scaling(Spec):
@@ -41,6 +60,69 @@ class Llama3Scaling(Spec):
         return self
 
 
+class YarnScaling(Spec):
+    """YaRN (arXiv:2309.00071): interpolation of long wavelengths, and a factor on cos and sin.
+
+    The factor is `attention_factor` if given, else `m(mscale) / m(mscale_all_dim)` if those are, else `m(1)`, where
+    m(s) = 0.1 * s * ln(factor) + 1, and 1 for factors up to 1.
+    """
+
+    type: Literal["yarn"] = "yarn"
+    factor: float = Field(gt=0)
+    original_max_position: int = Field(gt=0)
+    """Context length of pre-training, in tokens."""
+    beta_fast: float = Field(gt=0)
+    """Pairs that turn more often than this within the original context are kept."""
+    beta_slow: float = Field(gt=0)
+    """Pairs that turn less often than this are divided by `factor`; a linear ramp leads from one to the other."""
+    truncate: bool
+    """Whether the ends of the ramp are rounded outwards to whole pairs."""
+    attention_factor: float | None = Field(gt=0)
+    mscale: float | None = Field(gt=0)
+    mscale_all_dim: float | None = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast ({self.beta_fast}) must be at least beta_slow ({self.beta_slow})")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("mscale and mscale_all_dim act together: give both or neither")
+        return self
+
+
+class LongRopeScaling(Spec):
+    """LongRoPE (arXiv:2402.13753): each pair has a divisor of its own.
+
+    The long divisors hold for every token of a model whose `max_seq_len` exceeds the original context, the short ones
+    for every token of one that stays within it. (transformers switches all tokens of a batch as soon as its longest
+    sequence crosses the boundary, which no KV cache can follow.)
+    """
+
+    type: Literal["longrope"] = "longrope"
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position: int = Field(gt=0)
+    """Context length of pre-training, in tokens."""
+    attention_factor: float = Field(gt=0)
+    """Multiplies cos and sin, at every length."""
+
+
+class ProportionalScaling(Spec):
+    """Exponents over all of `rotary_dim`, of which only the first pairs turn; the others keep angle zero."""
+
+    type: Literal["proportional"] = "proportional"
+    factor: float = Field(gt=0)
+    """Divisor of the frequencies."""
+    turning_dim: int = Field(gt=0)
+    """Channels that turn; even."""
+
+
+RopeScaling = Annotated[
+    LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling,
+    Field(discriminator="type"),
+]
+
+
 class RopeSpec(Spec):
     """Rotary position embedding (arXiv:2104.09864) of one layer."""
 
@@ -50,22 +132,63 @@ class RopeSpec(Spec):
     """Leading channels of each head that are rotated; even, at most head_dim."""
     layout: Literal["interleaved", "half"]
     """Which channels form a pair: (2j, 2j+1), or (j, j + rotary_dim / 2)."""
-    scaling: Llama3Scaling | None
+    scaling: RopeScaling | None
     """Context extension, or None for the plain series."""
 
     @model_validator(mode="after")
-    def _even(self) -> Self:
+    def _consistent(self) -> Self:
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, is {self.rotary_dim}")
+        if isinstance(self.scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                given = len(getattr(self.scaling, name))
+                if given != self.rotary_dim // 2:
+                    raise ValueError(f"{name} must have rotary_dim / 2 = {self.rotary_dim // 2} numbers, has {given}")
+        if isinstance(self.scaling, ProportionalScaling):
+            turning = self.scaling.turning_dim
+            if turning % 2 or turning > self.rotary_dim:
+                raise ValueError(f"turning_dim must be even and at most rotary_dim = {self.rotary_dim}, is {turning}")
         return self
 
 
-class QKNormSpec(Spec):
+class RMSNormSpec(Spec):
+    """Root-mean-square norm (arXiv:1910.07467)."""
+
+    eps: float = Field(gt=0)
+    offset: float
+    """Added to the stored weight: 1 where zero weights mean no change (Gemma), else 0."""
+    weight_in_fp32: bool
+    """Whether the weight multiplies before the result is rounded to the activations' dtype (Gemma, OLMo), or after
+    (Llama). The same in fp32."""
+
+
+class LayerNormSpec(Spec):
+    """Layer norm (arXiv:1607.06450), computed in fp32."""
+
+    eps: float = Field(gt=0)
+    bias: bool
+
+
+NormSpec = RMSNormSpec | LayerNormSpec
+
+
+class QKNormSpec(RMSNormSpec):
     """RMSNorm on queries and keys, before the rotation."""
 
-    scope: Literal["per_head"]
-    """per_head: statistics over one head's channels, one weight of head_dim shared by all heads."""
-    eps: float = Field(gt=0)
+    scope: Literal["per_head", "full"]
+    """per_head: statistics over one head's channels, one weight of head_dim shared by all heads. full: statistics
+    over the channels of all heads together, one weight per channel."""
+
+
+class TemperatureSpec(Spec):
+    """Queries times `1 + beta * ln(1 + floor(position / original_max_position))`, after the rotation.
+
+    Llama 4's attention temperature, which sharpens attention beyond the original context.
+    """
+
+    beta: float = Field(gt=0)
+    original_max_position: int = Field(gt=0)
+    """In tokens."""
 
 
 class AttentionSpec(Spec):
@@ -84,6 +207,7 @@ class AttentionSpec(Spec):
     qkv_bias: bool
     out_bias: bool
     rope: RopeSpec | None
+    temperature: TemperatureSpec | None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -104,7 +228,7 @@ class FeedForwardSpec(Spec):
 
 
 class TransformerConfig(Spec):
-    """Base of every model's config. Subclasses add fields and answer `attention` and `feed_forward` per layer.
+    """Base of every model's config. Subclasses add fields and answer `attention`, `feed_forward` and `norm`.
 
     Unknown keys and missing fields are errors. A config is JSON: `from_json(config.to_json()) == config`.
     """
@@ -129,6 +253,10 @@ class TransformerConfig(Spec):
         """What the feed-forward part of layer `layer` (0-based, global) computes."""
         raise NotImplementedError(f"{type(self).__qualname__}.feed_forward(layer)")
 
+    def norm(self) -> NormSpec:
+        """What the norms on the residual stream compute, all layers' and the final one."""
+        raise NotImplementedError(f"{type(self).__qualname__}.norm()")
+
     def attention_specs(self) -> list[AttentionSpec]:
         return [self.attention(layer) for layer in range(self.num_layers)]
 
@@ -152,9 +280,11 @@ class TransformerConfig(Spec):
 
         Goes into checkpoints (to notice an edited config) and into the engine's compile-cache key.
         """
+        norm = self.norm()
         facts = {
             "config": self.to_json(),
             "attention": [spec.model_dump(mode="json") for spec in self.attention_specs()],
             "feed_forward": [self.feed_forward(layer).model_dump(mode="json") for layer in range(self.num_layers)],
+            "norm": [type(norm).__name__, norm.model_dump(mode="json")],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -14,7 +14,7 @@ from titan_adapters.nn import InnerAttention, SequenceInfo, sequence_info
 def attention_spec(**changes) -> ta.AttentionSpec:
     fields = dict(
         num_heads=6, num_kv_heads=2, head_dim=8, scale=0.37, window=None, softcap=None, qk_norm=None, qkv_bias=False,
-        out_bias=False, rope=None,
+        out_bias=False, rope=None, temperature=None,
     )  # fmt: skip
     return ta.AttentionSpec(**(fields | changes))
 
