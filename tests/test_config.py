@@ -93,19 +93,23 @@ def test_fingerprint_changes_with_every_field(cls, config):
         "dtype": "bfloat16",
         "norm_eps": 1e-4,
         "num_kv_heads": config.num_heads,
-        "rope": config.rope.model_copy(update={"theta": config.rope.theta + 1}),
+        "activation": "gelu_tanh" if getattr(config, "activation", "") == "gelu" else "gelu",
+        "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7),
     }
+    # Fields that hold one value per layer.
+    per_layer = {name: v for name in cls.Config.model_fields if isinstance(v := getattr(config, name), tuple)}
     seen = {config.fingerprint()}
     for name in cls.Config.model_fields:
         old = getattr(config, name)
-        if name == "windows":
-            new = (*old[:-1], 9)
-        elif name in changes:
+        if name in changes:
             new = changes[name]
+        elif isinstance(old, ta.RopeSpec):
+            new = old.model_copy(update={"theta": old.theta + 1})
+        elif name in per_layer:
+            new = (*old[:-1], not old[-1] if isinstance(old[-1], bool) else 9)
         else:
-            new = not old if isinstance(old, bool) else old * 2
-        # Every layer must still have a window.
-        more = {"windows": (None,) * new} if name == "num_layers" and "windows" in cls.Config.model_fields else {}
+            new = not old if isinstance(old, bool) else (old or 1.5) * 2
+        more = {name: v * 2 for name, v in per_layer.items()} if name == "num_layers" else {}
         changed = config.model_copy(update={name: new, **more})
         assert changed.fingerprint() not in seen, name
         seen.add(changed.fingerprint())

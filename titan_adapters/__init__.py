@@ -28,13 +28,14 @@ from titan_adapters.errors import TitanError
 from titan_adapters.hf_config import emit_hf_config, read_hf_config
 from titan_adapters.hf_reader import HFReader
 from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
-from titan_adapters.hf_writer import hf_decoder_config, hf_one_window, hf_windows
+from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
 from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, replicate, rowwise, vocabwise
 from titan_adapters.registry import get_model, list_models, register_model
 from titan_adapters.state_dict import (
     Cast,
     Concat,
     Drop,
+    FusedQKV,
     Permute,
     Rename,
     Split,
@@ -45,6 +46,8 @@ from titan_adapters.state_dict import (
     attention_rows,
     decoder_rows,
     feed_forward_rows,
+    linear_rows,
+    norm_rows,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ __all__ = [
     "Drop",
     "DynamicScaling",
     "FeedForwardSpec",
+    "FusedQKV",
     "HFReader",
     "LayerNormSpec",
     "LinearScaling",
@@ -92,14 +96,17 @@ __all__ = [
     "feed_forward_rows",
     "get_model",
     "hf_decoder_config",
+    "hf_layer_types",
     "hf_one_window",
     "hf_rope",
     "hf_rope_by_type",
     "hf_windows",
+    "linear_rows",
     "list_models",
     "load_checkpoint",
     "load_model",
     "nn",
+    "norm_rows",
     "read_hf_config",
     "register_model",
     "replicate",

@@ -8,22 +8,32 @@ from titan_adapters.errors import ConfigError
 from titan_adapters.hf_rope import hf_rope
 
 
-def hf_windows(windows: Sequence[int | None], switch: bool = True) -> dict[str, Any]:
-    """`layer_types`, and the window if any layer has one.
+def hf_windows(windows: Sequence[int | None]) -> dict[str, Any]:
+    """`layer_types`, the window if any layer has one, and the switch."""
+    used = _one_used(windows)
+    return {"use_sliding_window": used is not None, "sliding_window": used, "layer_types": _types(windows)}
 
-    Args:
-        switch: Whether the format has `use_sliding_window`.
+
+def hf_layer_types(windows: Sequence[int | None], max_seq_len: int) -> dict[str, Any]:
+    """`layer_types` and the window, in a format without a switch.
+
+    Stock code of these families builds the window's mask even if no layer uses it, and fails without a number. Then
+    it is max_seq_len: a window of that size hides nothing from any layer.
     """
+    return {"sliding_window": _one_used(windows) or max_seq_len, "layer_types": _types(windows)}
+
+
+def _one_used(windows: Sequence[int | None]) -> int | None:
     used = {window for window in windows if window is not None}
     if len(used) > 1:
         raise ConfigError(
             f"Layers have different windows ({sorted(used)}); this format holds one.", fix="save with format='native'."
         )
-    return {
-        **({"use_sliding_window": bool(used)} if switch else {}),
-        "sliding_window": next(iter(used), None),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
-    }
+    return next(iter(used), None)
+
+
+def _types(windows: Sequence[int | None]) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 def hf_one_window(windows: Sequence[int | None]) -> dict[str, Any]:
@@ -59,6 +69,7 @@ def hf_decoder_config(
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": hidden_dim,
+        "pad_token_id": None,  # stock defaults exceed small vocabularies, where an embedding refuses them
         "hidden_act": HIDDEN_ACT[config.feed_forward(0).activation],
         **hf_dtype(config.dtype),
         **(hf_rope(spec.rope, config.max_seq_len) if spec.rope else {}),

@@ -41,8 +41,7 @@ def test_rms_norm_offset_by_hand():
 
 
 def test_rms_norm_rounds_before_or_after_the_weight():
-    """1 / sqrt(1.5) * 1.5 in bf16: 0.816 rounds to 0.81640625, times 1.5 to 1.2265625; rounded once, it is 1.2265625
-    or its neighbour. Over many values the two orders must part, and each must be its own formula exactly."""
+    """In bf16 the two orders part somewhere among 512 values, and each is its own formula exactly."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.linspace(0.5, 1.7, 8).bfloat16()
     exact = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -92,7 +91,7 @@ def test_qk_norm_scopes(scope):
 
 
 def test_temperature_by_hand():
-    """beta 0.5 and 4 original tokens: queries at 0 to 3 stay, 4 to 7 grow by 1 + ln(2) / 2, 8 to 11 by 1 + ln(3) / 2."""
+    """beta 0.5, 4 original tokens: queries 0 to 3 stay, 4 to 7 grow by 1 + ln(2) / 2, 8 to 11 by 1 + ln(3) / 2."""
     spec = ta.TemperatureSpec(beta=0.5, original_max_position=4)
     plain, warm = Attention(tiny_config(), 0), Attention(tiny_config(temperature=spec), 0)
     warm.load_state_dict(plain.state_dict())
