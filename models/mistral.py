@@ -13,7 +13,7 @@ class MistralConfig(ta.TransformerConfig):
     num_kv_heads: int
     head_dim: int
     hidden_dim: int
-    windows: tuple[int | None, ...]
+    windows: ta.PerLayer[int | None]
     """Visible tokens per layer, the current one included; None for all."""
     rope: ta.RopeSpec
 

@@ -10,7 +10,7 @@ class Qwen2Config(ta.TransformerConfig):
     num_kv_heads: int
     head_dim: int
     hidden_dim: int
-    windows: tuple[int | None, ...]
+    windows: ta.PerLayer[int | None]
     """Visible tokens per layer, the current one included; None for all."""
     rope: ta.RopeSpec
 

@@ -12,7 +12,7 @@ class Qwen3Config(ta.TransformerConfig):
     hidden_dim: int
     attention_bias: bool
     """Whether q, k, v and o projections have biases."""
-    windows: tuple[int | None, ...]
+    windows: ta.PerLayer[int | None]
     """Visible tokens per layer, the current one included; None for all."""
     rope: ta.RopeSpec
 

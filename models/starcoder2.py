@@ -12,7 +12,7 @@ class Starcoder2Config(ta.TransformerConfig):
     hidden_dim: int
     bias: bool
     """Whether all projections have biases. The norms always have."""
-    windows: tuple[int | None, ...]
+    windows: ta.PerLayer[int | None]
     """Visible tokens per layer, the current one included; None for all."""
     rope: ta.RopeSpec
 

@@ -92,7 +92,7 @@ def test_fingerprint_changes_with_every_field(cls, config):
         "tied_embeddings": not config.tied_embeddings,
         "dtype": "bfloat16",
         "norm_eps": 1e-4,
-        "num_kv_heads": config.num_heads,
+        "num_kv_heads": 1 if config.attention(0).num_kv_heads > 1 else config.attention(0).num_heads,
         "activation": "gelu_tanh" if getattr(config, "activation", "") == "gelu" else "gelu",
         "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7),
     }
@@ -113,6 +113,15 @@ def test_fingerprint_changes_with_every_field(cls, config):
         changed = config.model_copy(update={name: new, **more})
         assert changed.fingerprint() not in seen, name
         seen.add(changed.fingerprint())
+
+
+@every_model
+def test_fields_per_layer_must_have_one_value_per_layer(cls, config):
+    data = config.to_json() | {"num_layers": config.num_layers + 1}
+    per_layer = [name for name in cls.Config.model_fields if isinstance(data[name], list)]
+    if per_layer:
+        with pytest.raises(ta.TitanError, match=f"{per_layer[0]} must have one value per layer, {data['num_layers']}"):
+            cls.Config.from_json(data)
 
 
 def test_fingerprint_changes_with_what_the_specs_say():

@@ -7,21 +7,14 @@ from titan_adapters import nn
 from titan_adapters.checkpoint import load_checkpoint, load_model, save_checkpoint
 from titan_adapters.config import (
     AttentionSpec,
-    DynamicScaling,
     FeedForwardSpec,
     LayerNormSpec,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
     NormSpec,
-    ProportionalScaling,
+    PerLayer,
     QKNormSpec,
     RMSNormSpec,
-    RopeScaling,
-    RopeSpec,
     TemperatureSpec,
     TransformerConfig,
-    YarnScaling,
 )
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import TitanError
@@ -31,6 +24,16 @@ from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
 from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
 from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, replicate, rowwise, vocabwise
 from titan_adapters.registry import get_model, list_models, register_model
+from titan_adapters.rope_spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from titan_adapters.state_dict import (
     Cast,
     Concat,
@@ -46,6 +49,7 @@ from titan_adapters.state_dict import (
     attention_rows,
     decoder_rows,
     feed_forward_rows,
+    gate_up_rows,
     linear_rows,
     norm_rows,
 )
@@ -71,6 +75,7 @@ __all__ = [
     "LongRopeScaling",
     "NormSpec",
     "ParallelPlan",
+    "PerLayer",
     "Permute",
     "ProportionalScaling",
     "QKNormSpec",
@@ -94,6 +99,7 @@ __all__ = [
     "decoder_rows",
     "emit_hf_config",
     "feed_forward_rows",
+    "gate_up_rows",
     "get_model",
     "hf_decoder_config",
     "hf_layer_types",

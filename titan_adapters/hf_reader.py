@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_adapters.config import RopeSpec
 from titan_adapters.errors import ConfigError
 from titan_adapters.hf_rope import RopeSettings
+from titan_adapters.rope_spec import RopeSpec
 
 MISSING: Any = object()
 
@@ -15,10 +15,11 @@ MISSING: Any = object()
 # start with an underscore are transformers' own bookkeeping too.
 INERT = {
     "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "chunk_size_feed_forward", "classifier_dropout", "cls_token_id", "embd_pdrop", "embedding_dropout", "eos_token_id", "hidden_dropout", "id2label", "initializer_range",
-    "is_llama_config", "label2id", "mask_token_id", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
-    "sep_token_id", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+    "chunk_size_feed_forward", "classifier_dropout", "cls_token_id", "embd_pdrop", "embedding_dropout",
+    "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "label2id", "mask_token_id",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "torchscript", "transformers.js_config",
+    "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
 
 # Keys that would change the function, were they not at the one value that every family here computes.

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_adapters.config import (
+from titan_adapters.errors import ConfigError
+from titan_adapters.rope_spec import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -20,7 +21,6 @@ from titan_adapters.config import (
     RopeSpec,
     YarnScaling,
 )
-from titan_adapters.errors import ConfigError
 
 ORIGINAL = "original_max_position_embeddings"
 

@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from titan_adapters.config import RopeSpec
 from titan_adapters.nn.rope_tables import inverse_frequencies, multiplier
+from titan_adapters.rope_spec import RopeSpec
 
 # Layers with the same spec share one table: at 128k positions it is tens of megabytes.
 _TABLES: "WeakValueDictionary[tuple, Tensor]" = WeakValueDictionary()

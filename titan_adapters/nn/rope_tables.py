@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from titan_adapters.config import (
+from titan_adapters.rope_spec import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

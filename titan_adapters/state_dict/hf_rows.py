@@ -6,10 +6,21 @@ from typing import Literal
 from titan_adapters.config import AttentionSpec, LayerNormSpec, TransformerConfig
 from titan_adapters.errors import StateDictError
 from titan_adapters.state_dict.ops import Op, Permute
-from titan_adapters.state_dict.rows import Rename, Row, Tie
+from titan_adapters.state_dict.rows import Rename, Row, Split, Tie
 
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 """Published names of a Llama-shaped layer's norms -> ours."""
+
+POST_NORMS = {"post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "ffn_norm"}
+"""The same of a layer whose norms follow its halves."""
+
+SANDWICH_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffn_norm",
+}
+"""The same of Gemma's layers, with norms before and after each half."""
 
 
 def attention_rows(
@@ -76,6 +87,15 @@ def feed_forward_rows(config: TransformerConfig, hf: str, native: str) -> list[R
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     bias = config.feed_forward(0).bias
     return [row for theirs, ours in names.items() for row in linear_rows(f"{hf}.{theirs}", f"{native}.{ours}", bias)]
+
+
+def gate_up_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
+    """gate_up_proj, which is w1 above w3, and down_proj; no biases."""
+    sizes = [config.feed_forward(0).hidden_dim] * 2
+    return [
+        Split(f"{hf}.gate_up_proj.weight", [f"{native}.w1.weight", f"{native}.w3.weight"], sizes=sizes),
+        Rename(f"{hf}.down_proj.weight", f"{native}.w2.weight"),
+    ]
 
 
 def decoder_rows(
