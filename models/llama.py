@@ -30,10 +30,14 @@ class LlamaConfig(ta.TransformerConfig):
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
             rope=self.rope,
+            temperature=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
         return ta.FeedForwardSpec(hidden_dim=self.hidden_dim, activation="silu", gated=True, bias=self.mlp_bias)
+
+    def norm(self) -> ta.RMSNormSpec:
+        return ta.RMSNormSpec(eps=self.norm_eps, offset=0.0, weight_in_fp32=False)
 
 
 class Llama(ta.BaseTransformer):
@@ -58,7 +62,7 @@ class Llama(ta.BaseTransformer):
             "attention_bias": r.take("attention_bias", False),
             "mlp_bias": r.take("mlp_bias", False),
         }
-        fields["rope"] = r.rope(fields["head_dim"], "interleaved")
+        fields["rope"] = r.rope(fields["head_dim"], "interleaved", fields["max_seq_len"])
         return r.finish(lambda: LlamaConfig(**fields))
 
     @classmethod

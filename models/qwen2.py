@@ -10,7 +10,7 @@ class Qwen2Config(ta.TransformerConfig):
     num_kv_heads: int
     head_dim: int
     hidden_dim: int
-    windows: tuple[int | None, ...]
+    windows: ta.PerLayer[int | None]
     """Visible tokens per layer, the current one included; None for all."""
     rope: ta.RopeSpec
 
@@ -26,10 +26,14 @@ class Qwen2Config(ta.TransformerConfig):
             qkv_bias=True,
             out_bias=False,
             rope=self.rope,
+            temperature=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
         return ta.FeedForwardSpec(hidden_dim=self.hidden_dim, activation="silu", gated=True, bias=False)
+
+    def norm(self) -> ta.RMSNormSpec:
+        return ta.RMSNormSpec(eps=self.norm_eps, offset=0.0, weight_in_fp32=False)
 
 
 class Qwen2(ta.BaseTransformer):
@@ -52,7 +56,7 @@ class Qwen2(ta.BaseTransformer):
         r.expect("hidden_act", "silu")
         fields = r.decoder_fields()
         fields["windows"] = r.windows(fields["num_layers"])
-        fields["rope"] = r.rope(fields["head_dim"], "half")
+        fields["rope"] = r.rope(fields["head_dim"], "half", fields["max_seq_len"])
         return r.finish(lambda: Qwen2Config(**fields))
 
     @classmethod

@@ -12,7 +12,7 @@ class Qwen3Config(ta.TransformerConfig):
     hidden_dim: int
     attention_bias: bool
     """Whether q, k, v and o projections have biases."""
-    windows: tuple[int | None, ...]
+    windows: ta.PerLayer[int | None]
     """Visible tokens per layer, the current one included; None for all."""
     rope: ta.RopeSpec
 
@@ -24,14 +24,18 @@ class Qwen3Config(ta.TransformerConfig):
             scale=self.head_dim**-0.5,
             window=self.windows[layer],
             softcap=None,
-            qk_norm=ta.QKNormSpec(scope="per_head", eps=self.norm_eps),
+            qk_norm=ta.QKNormSpec(scope="per_head", eps=self.norm_eps, offset=0.0, weight_in_fp32=False),
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
             rope=self.rope,
+            temperature=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
         return ta.FeedForwardSpec(hidden_dim=self.hidden_dim, activation="silu", gated=True, bias=False)
+
+    def norm(self) -> ta.RMSNormSpec:
+        return ta.RMSNormSpec(eps=self.norm_eps, offset=0.0, weight_in_fp32=False)
 
 
 class Qwen3(ta.BaseTransformer):
@@ -55,7 +59,7 @@ class Qwen3(ta.BaseTransformer):
         fields = r.decoder_fields()
         fields["attention_bias"] = r.take("attention_bias", False)
         fields["windows"] = r.windows(fields["num_layers"])
-        fields["rope"] = r.rope(fields["head_dim"], "half")
+        fields["rope"] = r.rope(fields["head_dim"], "half", fields["max_seq_len"])
         return r.finish(lambda: Qwen3Config(**fields))
 
     @classmethod

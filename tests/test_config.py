@@ -15,7 +15,7 @@ every_model = pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
 ROPE = dict(theta=10000.0, rotary_dim=8, layout="half", scaling=None)
 ATTENTION = dict(
     num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, window=None, softcap=None, qk_norm=None, qkv_bias=False,
-    out_bias=False, rope=ta.RopeSpec(**ROPE),
+    out_bias=False, rope=ta.RopeSpec(**ROPE), temperature=None,
 )  # fmt: skip
 SCALING = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 FEED_FORWARD = dict(hidden_dim=16, activation="silu", gated=True, bias=False)
@@ -24,7 +24,7 @@ SPECS = [
     pytest.param(ta.AttentionSpec, ATTENTION, id="attention"),
     pytest.param(ta.Llama3Scaling, SCALING, id="llama3"),
     pytest.param(ta.FeedForwardSpec, FEED_FORWARD, id="feed forward"),
-    pytest.param(ta.QKNormSpec, dict(scope="per_head", eps=1e-6), id="qk norm"),
+    pytest.param(ta.QKNormSpec, dict(scope="per_head", eps=1e-6, offset=0.0, weight_in_fp32=False), id="qk norm"),
 ]
 
 
@@ -92,23 +92,36 @@ def test_fingerprint_changes_with_every_field(cls, config):
         "tied_embeddings": not config.tied_embeddings,
         "dtype": "bfloat16",
         "norm_eps": 1e-4,
-        "num_kv_heads": config.num_heads,
-        "rope": config.rope.model_copy(update={"theta": config.rope.theta + 1}),
+        "num_kv_heads": 1 if config.attention(0).num_kv_heads > 1 else config.attention(0).num_heads,
+        "activation": "gelu_tanh" if getattr(config, "activation", "") == "gelu" else "gelu",
+        "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7),
     }
+    # Fields that hold one value per layer.
+    per_layer = {name: v for name in cls.Config.model_fields if isinstance(v := getattr(config, name), tuple)}
     seen = {config.fingerprint()}
     for name in cls.Config.model_fields:
         old = getattr(config, name)
-        if name == "windows":
-            new = (*old[:-1], 9)
-        elif name in changes:
+        if name in changes:
             new = changes[name]
+        elif isinstance(old, ta.RopeSpec):
+            new = old.model_copy(update={"theta": old.theta + 1})
+        elif name in per_layer:
+            new = (*old[:-1], not old[-1] if isinstance(old[-1], bool) else 9)
         else:
-            new = not old if isinstance(old, bool) else old * 2
-        # Every layer must still have a window.
-        more = {"windows": (None,) * new} if name == "num_layers" and "windows" in cls.Config.model_fields else {}
+            new = not old if isinstance(old, bool) else (old or 1.5) * 2
+        more = {name: v * 2 for name, v in per_layer.items()} if name == "num_layers" else {}
         changed = config.model_copy(update={name: new, **more})
         assert changed.fingerprint() not in seen, name
         seen.add(changed.fingerprint())
+
+
+@every_model
+def test_fields_per_layer_must_have_one_value_per_layer(cls, config):
+    data = config.to_json() | {"num_layers": config.num_layers + 1}
+    per_layer = [name for name in cls.Config.model_fields if isinstance(data[name], list)]
+    if per_layer:
+        with pytest.raises(ta.TitanError, match=f"{per_layer[0]} must have one value per layer, {data['num_layers']}"):
+            cls.Config.from_json(data)
 
 
 def test_fingerprint_changes_with_what_the_specs_say():
@@ -125,9 +138,9 @@ def test_base_config_answers_nothing():
     config = ta.TransformerConfig(
         dim=8, num_layers=1, vocab_size=8, max_seq_len=8, norm_eps=1e-6, tied_embeddings=False, dtype="float32"
     )
-    for method in (config.attention, config.feed_forward):
+    for method in (lambda: config.attention(0), lambda: config.feed_forward(0), config.norm):
         with pytest.raises(NotImplementedError):
-            method(0)
+            method()
 
 
 def test_emitted_config_by_hand():

@@ -67,6 +67,7 @@ def test_everything_wrong_is_listed_at_once():
         "model_type: set it to the model's name",
         "Config.attention: missing",
         "Config.feed_forward: missing",
+        "Config.norm: missing",
         "Config.model_config: must stay frozen=True, extra='forbid'",
         "Block.__init__(self, config): is called as Block.__init__(self, config, layer)",
         "Block.forward(self, x, seq, cache): is called as Block.forward(self, x, seq)",

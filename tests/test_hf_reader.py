@@ -4,7 +4,7 @@ import pytest
 
 import titan_adapters as ta
 from tests.conftest import EVERY_MODEL, titan_error_text
-from titan_adapters.hf_reader import hf_windows
+from titan_adapters.hf_writer import hf_windows
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -48,7 +48,9 @@ def test_fields_by_hand(family):
     spec = config.attention(1)
     assert spec.scale == 0.25 and spec.window is None and spec.softcap is None
     assert spec.qkv_bias == (family == "qwen2") and not spec.out_bias
-    assert spec.qk_norm == (ta.QKNormSpec(scope="per_head", eps=1e-5) if family == "qwen3" else None)
+    assert spec.qk_norm == (
+        ta.QKNormSpec(scope="per_head", eps=1e-5, offset=0.0, weight_in_fp32=False) if family == "qwen3" else None
+    )
 
 
 @every_family
@@ -95,7 +97,7 @@ def test_contradictory_rope_dicts_are_refused(family):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope type 'yarn' is not supported"),
+        ({"rope_type": "mrope", "factor": 4.0}, "rope type 'mrope' is not supported"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
          "rope type llama3 lacks high_freq_factor, original_max_position_embeddings"),
         ({"rope_type": "default", "factor": 4.0, "beta_fast": 1},

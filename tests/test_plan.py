@@ -86,8 +86,9 @@ def test_installed_models_are_covered_as_megatron_would(cls, config):
     """Column-parallel into the heads and the hidden channels, row-parallel out of them (arXiv:1909.08053)."""
     styles = cls.parallel_plan(config).resolve(meta_model(cls, config))
     last = f"layers.{config.num_layers - 1}"
-    for name in ("attention.qkv_linear.wq", "attention.qkv_linear.wv", "feed_forward.w1", "feed_forward.w3"):
+    for name in ("attention.qkv_linear.wq", "attention.qkv_linear.wv", "feed_forward.w1"):
         assert styles[f"{last}.{name}"] is ta.colwise
+    assert styles.get(f"{last}.feed_forward.w3", ta.colwise) is ta.colwise  # absent if not gated
     for name in ("attention.wo", "feed_forward.w2"):
         assert styles[f"{last}.{name}"] is ta.rowwise
     assert styles["tok_embeddings"] is styles["lm_head"] is ta.vocabwise

@@ -6,66 +6,59 @@ has a default: an author states every one of them. Imports neither torch nor vll
 
 import hashlib
 import json
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from titan_adapters.errors import ConfigError
+from titan_adapters.rope_spec import RopeSpec
+from titan_adapters.spec import Spec
 
 DType = Literal["float32", "bfloat16", "float16"]
 
-
-class Spec(BaseModel):
-    """Frozen pydantic base: unknown keys are errors, instances hash and compare by value."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+T = TypeVar("T")
+PerLayer = Annotated[tuple[T, ...], "per layer"]
+"""Type of a config field with one value per layer; another number of values is an error."""
 
 
-class Llama3Scaling(Spec):
-    """Llama 3.1's frequency-dependent interpolation (arXiv:2407.21783, meta-llama/llama-models `apply_scaling`)."""
+class RMSNormSpec(Spec):
+    """Root-mean-square norm (arXiv:1910.07467)."""
 
-    type: Literal["llama3"] = "llama3"
-    factor: float = Field(gt=0)
-    """Divisor of the frequencies whose wavelength exceeds the original context."""
-    low_freq_factor: float = Field(gt=0)
-    high_freq_factor: float = Field(gt=0)
-    original_max_position: int = Field(gt=0)
-    """Context length of pre-training, in tokens."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})"
-            )
-        return self
+    eps: float = Field(gt=0)
+    offset: float
+    """Added to the stored weight: 1 where zero weights mean no change (Gemma), else 0."""
+    weight_in_fp32: bool
+    """Whether the weight multiplies before the result is rounded to the activations' dtype (Gemma, OLMo), or after
+    (Llama). The same in fp32."""
 
 
-class RopeSpec(Spec):
-    """Rotary position embedding (arXiv:2104.09864) of one layer."""
+class LayerNormSpec(Spec):
+    """Layer norm (arXiv:1607.06450), computed in fp32."""
 
-    theta: float = Field(gt=0)
-    """Base of the geometric frequency series."""
-    rotary_dim: int = Field(gt=0)
-    """Leading channels of each head that are rotated; even, at most head_dim."""
-    layout: Literal["interleaved", "half"]
-    """Which channels form a pair: (2j, 2j+1), or (j, j + rotary_dim / 2)."""
-    scaling: Llama3Scaling | None
-    """Context extension, or None for the plain series."""
-
-    @model_validator(mode="after")
-    def _even(self) -> Self:
-        if self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim must be even, is {self.rotary_dim}")
-        return self
+    eps: float = Field(gt=0)
+    bias: bool
 
 
-class QKNormSpec(Spec):
+NormSpec = RMSNormSpec | LayerNormSpec
+
+
+class QKNormSpec(RMSNormSpec):
     """RMSNorm on queries and keys, before the rotation."""
 
-    scope: Literal["per_head"]
-    """per_head: statistics over one head's channels, one weight of head_dim shared by all heads."""
-    eps: float = Field(gt=0)
+    scope: Literal["per_head", "full"]
+    """per_head: statistics over one head's channels, one weight of head_dim shared by all heads. full: statistics
+    over the channels of all heads together, one weight per channel."""
+
+
+class TemperatureSpec(Spec):
+    """Queries times `1 + beta * ln(1 + floor(position / original_max_position))`, after the rotation.
+
+    Llama 4's attention temperature, which sharpens attention beyond the original context.
+    """
+
+    beta: float = Field(gt=0)
+    original_max_position: int = Field(gt=0)
+    """In tokens."""
 
 
 class AttentionSpec(Spec):
@@ -84,6 +77,7 @@ class AttentionSpec(Spec):
     qkv_bias: bool
     out_bias: bool
     rope: RopeSpec | None
+    temperature: TemperatureSpec | None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -104,7 +98,7 @@ class FeedForwardSpec(Spec):
 
 
 class TransformerConfig(Spec):
-    """Base of every model's config. Subclasses add fields and answer `attention` and `feed_forward` per layer.
+    """Base of every model's config. Subclasses add fields and answer `attention`, `feed_forward` and `norm`.
 
     Unknown keys and missing fields are errors. A config is JSON: `from_json(config.to_json()) == config`.
     """
@@ -121,6 +115,14 @@ class TransformerConfig(Spec):
     dtype: DType
     """What weights are stored and served in. Training may hold them wider."""
 
+    @model_validator(mode="after")
+    def _one_value_per_layer(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            if "per layer" in field.metadata and len(getattr(self, name)) != self.num_layers:
+                given = len(getattr(self, name))
+                raise ValueError(f"{name} must have one value per layer, {self.num_layers}, has {given}")
+        return self
+
     def attention(self, layer: int) -> AttentionSpec:
         """What attention of layer `layer` (0-based, global) computes."""
         raise NotImplementedError(f"{type(self).__qualname__}.attention(layer)")
@@ -128,6 +130,10 @@ class TransformerConfig(Spec):
     def feed_forward(self, layer: int) -> FeedForwardSpec:
         """What the feed-forward part of layer `layer` (0-based, global) computes."""
         raise NotImplementedError(f"{type(self).__qualname__}.feed_forward(layer)")
+
+    def norm(self) -> NormSpec:
+        """What the norms on the residual stream compute, all layers' and the final one."""
+        raise NotImplementedError(f"{type(self).__qualname__}.norm()")
 
     def attention_specs(self) -> list[AttentionSpec]:
         return [self.attention(layer) for layer in range(self.num_layers)]
@@ -152,9 +158,11 @@ class TransformerConfig(Spec):
 
         Goes into checkpoints (to notice an edited config) and into the engine's compile-cache key.
         """
+        norm = self.norm()
         facts = {
             "config": self.to_json(),
             "attention": [spec.model_dump(mode="json") for spec in self.attention_specs()],
             "feed_forward": [self.feed_forward(layer).model_dump(mode="json") for layer in range(self.num_layers)],
+            "norm": [type(norm).__name__, norm.model_dump(mode="json")],
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import ConfigError, ContractError
 from titan_adapters.nn.attention import SequenceInfo, sequence_info
-from titan_adapters.nn.norm import RMSNorm
+from titan_adapters.nn.norm import make_norm
 from titan_adapters.plan import ParallelPlan
 from titan_adapters.state_dict import StateDictAdapter
 
@@ -38,7 +38,7 @@ class BaseTransformer(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(self.Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = make_norm(config.dim, config.norm())
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.init_weights()
         self.tie_weights()
@@ -151,9 +151,9 @@ def _config_problems(config: Any) -> list[str]:
     if not (isinstance(config, type) and issubclass(config, TransformerConfig)):
         return ["Config: set it to a subclass of titan_adapters.TransformerConfig"]
     problems = []
-    for name in ("attention", "feed_forward"):
+    for name, what in (("attention", "layer `layer`"), ("feed_forward", "layer `layer`"), ("norm", "the norms")):
         if getattr(config, name) is getattr(TransformerConfig, name):
-            problems.append(f"Config.{name}: missing; return the spec of layer `layer`")
+            problems.append(f"Config.{name}: missing; return the spec of {what}")
     if not config.model_config.get("frozen") or config.model_config.get("extra") != "forbid":
         problems.append("Config.model_config: must stay frozen=True, extra='forbid'")
     return problems

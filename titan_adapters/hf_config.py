@@ -10,7 +10,7 @@ from typing import Any, Literal
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import ConfigError
-from titan_adapters.hf_reader import hf_dtype
+from titan_adapters.hf_writer import hf_dtype
 from titan_adapters.registry import find_model, get_model, import_path
 
 ARCHITECTURE = "TitanForCausalLM"

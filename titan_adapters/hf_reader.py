@@ -5,8 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_adapters.config import Llama3Scaling, RopeSpec, TransformerConfig
 from titan_adapters.errors import ConfigError
+from titan_adapters.hf_rope import RopeSettings
+from titan_adapters.rope_spec import RopeSpec
 
 MISSING: Any = object()
 
@@ -14,21 +15,15 @@ MISSING: Any = object()
 # start with an underscore are transformers' own bookkeeping too.
 INERT = {
     "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "chunk_size_feed_forward", "cls_token_id", "eos_token_id", "hidden_dropout", "id2label", "initializer_range",
-    "is_llama_config", "label2id", "mask_token_id", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
-    "sep_token_id", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+    "chunk_size_feed_forward", "classifier_dropout", "cls_token_id", "embd_pdrop", "embedding_dropout",
+    "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "label2id", "mask_token_id",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "torchscript", "transformers.js_config",
+    "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
 
 # Keys that would change the function, were they not at the one value that every family here computes.
 FIXED = {"is_encoder_decoder": False, "rope_interleaved": False}
-
-LLAMA3_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_max_position",
-}
 
 
 class HFReader:
@@ -70,64 +65,99 @@ class HFReader:
         self.problems.append(f"dtype / torch_dtype is {both}: say what the weights are served in")
         return None
 
-    def rope(self, rotary_dim: int | None, layout: str) -> RopeSpec | None:
+    def rope(
+        self,
+        head_dim: int | None,
+        layout: str,
+        max_seq_len: int | None,
+        *,
+        partial: float | None = None,
+        original: int | None = None,
+        older: tuple[str, ...] = (),
+    ) -> RopeSpec | None:
         """The rope of all layers, from `rope_parameters` (v5), or `rope_theta` and `rope_scaling` (v4), or both.
 
         A missing theta is an error, since silently falling back to 10000 is how models go wrong at long context.
+
+        Args:
+            partial: For families that rotate a fraction of each head: the fraction if the config does not say.
+            original: Original context, for families that publish it outside of the rope settings.
+            older: A family's own older names of `rope_theta` and `partial_rotary_factor`.
         """
-        v5, v4 = self._left.pop("rope_parameters", None), self._left.pop("rope_scaling", None)
-        if (
-            v5
-            and v4
-            and _canonical(v5) != _canonical(v4) | ({"rope_theta": v5["rope_theta"]} if "rope_theta" in v5 else {})
-        ):
-            self.problems.append(f"rope_parameters {v5} and rope_scaling {v4} contradict each other")
-            return None
-        settings = _canonical(v5 or v4 or {})
-        thetas = {
-            "rope_theta": self._left.pop("rope_theta", None),
-            "rope_parameters.rope_theta": settings.pop("rope_theta", None),
-        }
-        given = {key: value for key, value in thetas.items() if value is not None}
-        if not given:
-            self.problems.append("rope_theta is missing: neither rope_theta nor rope_parameters.rope_theta is there")
-            return None
-        if len(set(map(float, given.values()))) > 1:
-            self.problems.append(f"rope_theta is contradictory: {', '.join(f'{k} = {v}' for k, v in given.items())}")
-            return None
-        kind = settings.pop("rope_type", "default")
-        scaling = None
-        if kind == "llama3":
-            absent = [key for key in LLAMA3_KEYS if key not in settings]
-            if absent:
-                self.problems.append(f"rope type llama3 lacks {', '.join(absent)}")
-                return None
-            scaling = {ours: settings.pop(theirs) for theirs, ours in LLAMA3_KEYS.items()}
-        elif kind != "default":
-            self.problems.append(f"rope type {kind!r} is not supported")
-            return None
-        if settings:
-            self.problems.append(f"rope settings are not read for type {kind!r}: {', '.join(sorted(settings))}")
-        if rotary_dim is None:
-            return None
-        return self.build(
-            lambda: RopeSpec(
-                theta=float(next(iter(given.values()))),
-                rotary_dim=rotary_dim,
-                layout=layout,
-                scaling=scaling and Llama3Scaling(**scaling),
+        theta_keys = ("rope_theta", *older[:1])
+        partial_keys = () if partial is None else ("partial_rotary_factor", *older[1:])
+        settings = RopeSettings(
+            self._left.pop("rope_parameters", None),
+            self._left.pop("rope_scaling", None),
+            {key: self._left.pop(key, None) for key in theta_keys},
+            {key: self._left.pop(key, None) for key in partial_keys},
+            partial,
+            original,
+        )
+        return self._rope(settings, head_dim, layout, max_seq_len)
+
+    def ropes_by_type(
+        self, head_dim: int | None, layout: str, max_seq_len: int | None, local_key: str | None
+    ) -> tuple[RopeSpec | None, RopeSpec | None]:
+        """Ropes of the layers that see all and of those with a window, published per layer type.
+
+        Args:
+            local_key: v4's key for the theta of the latter; None if v4 had one theta for all layers.
+        """
+        types = ("full_attention", "sliding_attention")
+        v5 = self._left.pop("rope_parameters", None) or {}
+        unknown = sorted(set(v5) - set(types))
+        if unknown:
+            self.problems.append(f"rope_parameters has {', '.join(unknown)}; {self.family} has {' and '.join(types)}")
+        theta, local = self._left.pop("rope_theta", None), self._left.pop(local_key, None) if local_key else None
+        outside: dict[str, Any] = {local_key: local} if local_key else {"rope_theta": theta}
+        full, sliding = (
+            RopeSettings(v5.get(kind), v4, thetas, place=f"rope_parameters.{kind}")
+            for kind, v4, thetas in zip(
+                types, (self._left.pop("rope_scaling", None), None), ({"rope_theta": theta}, outside)
             )
         )
+        return (
+            self._rope(full, head_dim, layout, max_seq_len),
+            self._rope(sliding, head_dim, layout, max_seq_len),
+        )
 
-    def decoder_fields(self) -> dict[str, Any]:
-        """The config fields that all Llama-shaped families publish under the same keys, dtype included."""
+    def _rope(
+        self, settings: RopeSettings, head_dim: int | None, layout: str, max_seq_len: int | None
+    ) -> RopeSpec | None:
+        if head_dim is None or max_seq_len is None:
+            return None  # the missing number is a problem already
+        fields = settings.read(head_dim, max_seq_len)
+        self.problems += settings.problems
+        return None if fields is None else self.build(lambda: RopeSpec(**fields, layout=layout))
+
+    def take_rope_setting(self, key: str, default: Any = MISSING) -> Any:
+        """Value of a key of the family's own inside of the rope settings of either spelling."""
+        values = []
+        for place in ("rope_parameters", "rope_scaling"):
+            if (self._left.get(place) or {}).get(key) is not None:
+                settings = dict(self._left[place])
+                values.append(settings.pop(key))
+                self._left[place] = settings
+        if len(set(values)) > 1:
+            self.problems.append(f"{key} is contradictory in the rope settings: {values}")
+        if not values and default is MISSING:
+            self.problems.append(f"{key} is missing from the rope settings")
+        return values[0] if values else None if default is MISSING else default
+
+    def decoder_fields(self, norm_eps: str = "rms_norm_eps") -> dict[str, Any]:
+        """The config fields that most families publish under the same keys, dtype included.
+
+        Args:
+            norm_eps: The family's key for the norms' epsilon.
+        """
         dim, num_heads = self.take("hidden_size"), self.take("num_attention_heads")
         return {
             "dim": dim,
             "num_layers": self.take("num_hidden_layers"),
             "vocab_size": self.take("vocab_size"),
             "max_seq_len": self.take("max_position_embeddings"),
-            "norm_eps": self.take("rms_norm_eps"),
+            "norm_eps": self.take(norm_eps),
             "tied_embeddings": self.take("tie_word_embeddings", False),
             "dtype": self.dtype(),
             "num_heads": num_heads,
@@ -136,14 +166,21 @@ class HFReader:
             "hidden_dim": self.take("intermediate_size"),
         }
 
-    def windows(self, num_layers: int | None) -> tuple[int | None, ...] | None:
-        """Visible tokens per layer, from `layer_types` and `sliding_window`; never derived from an index pattern."""
+    def windows(self, num_layers: int | None, full_every: int | None = None) -> tuple[int | None, ...] | None:
+        """Visible tokens per layer, from `layer_types` and `sliding_window`.
+
+        Args:
+            full_every: Where the published format defines a pattern for absent `layer_types`: every so-many-th layer
+                sees all, the others have the window. Otherwise nothing is derived from a layer's index.
+        """
         window = self._left.pop("sliding_window", None)
         types: Sequence[str] | None = self._left.pop("layer_types", None)
         used = self._left.pop("use_sliding_window", None)
         self._left.pop("max_window_layers", None)  # superseded by layer_types; meaningless without a window
         if num_layers is None:
             return None
+        if types is None and full_every is not None:
+            types = ["full_attention" if (i + 1) % full_every == 0 else "sliding_attention" for i in range(num_layers)]
         if types is None:
             if used:
                 self.problems.append("use_sliding_window is true, but layer_types does not say which layers have it")
@@ -159,6 +196,11 @@ class HFReader:
             self.problems.append("layer_types has sliding_attention, but sliding_window is missing")
             return None
         return tuple(window if t == "sliding_attention" else None for t in types)
+
+    def one_window(self, num_layers: int | None) -> tuple[int | None, ...] | None:
+        """Visible tokens per layer where the format has one `sliding_window` for all of them, or null."""
+        window = self.take("sliding_window", None)
+        return None if num_layers is None else (window,) * num_layers
 
     def build(self, make: Callable[[], Any]) -> Any:
         """Run a spec or config constructor, turning its validation errors into problems."""
@@ -184,66 +226,3 @@ class HFReader:
             self.problems,
             fix="add or correct these keys. Remove a key only if you know that no forward pass reads it.",
         )
-
-
-def _canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`type` is the older spelling of `rope_type`."""
-    settings = {key: value for key, value in settings.items() if value is not None}
-    old = settings.pop("type", None)
-    if old is not None:
-        settings.setdefault("rope_type", old)
-    return settings
-
-
-def hf_rope(spec: RopeSpec) -> dict[str, Any]:
-    """Both spellings of a rope: v5 `rope_parameters`, and v4 `rope_theta` with `rope_scaling`."""
-    settings: dict[str, Any] = {"rope_type": "default"}
-    if spec.scaling is not None:
-        settings = {"rope_type": spec.scaling.type}
-        settings |= {theirs: getattr(spec.scaling, ours) for theirs, ours in LLAMA3_KEYS.items()}
-    return {
-        "rope_theta": spec.theta,
-        "rope_scaling": None if spec.scaling is None else settings,
-        "rope_parameters": settings | {"rope_theta": spec.theta},
-    }
-
-
-def hf_windows(windows: Sequence[int | None]) -> dict[str, Any]:
-    """`layer_types`, and the window if any layer has one."""
-    used = {window for window in windows if window is not None}
-    if len(used) > 1:
-        raise ConfigError(
-            f"Layers have different windows ({sorted(used)}); this format holds one.", fix="save with format='native'."
-        )
-    return {
-        "use_sliding_window": bool(used),
-        "sliding_window": next(iter(used), None),
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
-    }
-
-
-def hf_dtype(dtype: str) -> dict[str, str]:
-    """Both spellings of the dtype."""
-    return {"dtype": dtype, "torch_dtype": dtype}
-
-
-def hf_decoder_config(config: TransformerConfig, architecture: str, model_type: str) -> dict[str, Any]:
-    """The inverse of `HFReader.decoder_fields`, for layers that are all alike (windows are the family's own)."""
-    spec, hidden_dim = config.attention(0), config.feed_forward(0).hidden_dim
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "intermediate_size": hidden_dim,
-        "hidden_act": "silu",
-        **hf_dtype(config.dtype),
-        **(hf_rope(spec.rope) if spec.rope else {}),
-    }

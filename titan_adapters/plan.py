@@ -105,5 +105,6 @@ def decoder_plan(config: TransformerConfig, extra: Mapping[str, Style] | None = 
         "lm_head": vocabwise,
     }
     if any(spec.qk_norm for spec in config.attention_specs()):
-        rows["layers.*.attention.[qk]_norm"] = replicate  # acts on each head, with one weight for all of them
+        # Per head, one weight serves all. Over all heads, statistics span ranks: an engine refuses to split those.
+        rows["layers.*.attention.[qk]_norm"] = replicate
     return ParallelPlan(rows | dict(extra or {}))

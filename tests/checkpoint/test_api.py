@@ -169,7 +169,7 @@ def test_a_checkpoint_cannot_have_anything_imported(saved, tmp_path, monkeypatch
         saved = tmp_path / "hf"
         edit(saved / "config.json", model_type=model, auto_map={"AutoConfig": "trojan.Model"})
     text = refusal(lambda: ta.load_model(saved), f"No model is registered under {model!r}")
-    assert "known: llama, " in text
+    assert "known: " in text and " llama, " in text
     assert not (tmp_path / "ran").exists() and "trojan" not in sys.modules
 
 

@@ -14,7 +14,7 @@ from titan_adapters.nn import InnerAttention, SequenceInfo, sequence_info
 def attention_spec(**changes) -> ta.AttentionSpec:
     fields = dict(
         num_heads=6, num_kv_heads=2, head_dim=8, scale=0.37, window=None, softcap=None, qk_norm=None, qkv_bias=False,
-        out_bias=False, rope=None,
+        out_bias=False, rope=None, temperature=None,
     )  # fmt: skip
     return ta.AttentionSpec(**(fields | changes))
 
@@ -92,11 +92,20 @@ def test_gqa_is_mha_with_repeated_kv_weights():
         assert relative_error(attention(x, sequence_info(torch.zeros(S), None, None)), expected) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+WINDOWED = [
+    info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WINDOWED)
 def test_window_edge(name):
     """With one layer and a window of 5, token 12 sees tokens 8 to 12: 8 is the edge, 7 is outside."""
     cls = ta.get_model(name)
-    config = next(iter(cls.tiny_configs().values())).model_copy(update={"num_layers": 1, "windows": (5,)})
+    config = next(iter(cls.tiny_configs().values()))
+    per_layer = {
+        field: (value[0],) for field in cls.Config.model_fields if isinstance(value := getattr(config, field), tuple)
+    }
+    config = config.model_copy(update={**per_layer, "num_layers": 1, "windows": (5,)})
     model = random_model(cls, config)
     tokens = random_tokens(config, 16)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import titan_adapters as ta
 from titan_adapters.nn import FeedForward, RMSNorm, Rope
-from titan_adapters.nn.rope import inverse_frequencies
+from titan_adapters.nn.rope_tables import inverse_frequencies
 
 
 def rope_spec(**changes) -> ta.RopeSpec:
@@ -47,7 +47,7 @@ def test_llama3_scaling_by_hand():
     blends: its weight is (200 / 62.83 - 1) / (4 - 1) = 0.7277.
     """
     scaling = ta.Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position=200)
-    actual = inverse_frequencies(rope_spec(theta=1e4, rotary_dim=8, scaling=scaling))
+    actual = inverse_frequencies(rope_spec(theta=1e4, rotary_dim=8, scaling=scaling), max_seq_len=1600)
     smooth = (200 / (2 * math.pi / 0.1) - 1) / 3
     assert smooth == pytest.approx(0.7277, abs=1e-4)
     expected = [1.0, (1 - smooth) * 0.1 / 8 + smooth * 0.1, 0.01 / 8, 0.001 / 8]

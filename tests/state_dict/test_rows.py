@@ -78,6 +78,50 @@ def test_split():
     )
 
 
+QKV = ["l.{layer}.q", "l.{layer}.k", "l.{layer}.v"]
+
+
+def test_fused_qkv_concatenated():
+    """2 query heads, 1 kv head, 2 channels: rows of q0, q1, k0, v0 in this order."""
+    row = ta.FusedQKV("m.{layer}.qkv", QKV, layout="concat", num_heads=2, num_kv_heads=1, head_dim=2)
+    both_ways(
+        row,
+        {"m.3.qkv": [[10], [11], [20], [21], [30], [31], [40], [41]]},
+        {"l.3.q": [[10], [11], [20], [21]], "l.3.k": [[30], [31]], "l.3.v": [[40], [41]]},
+        layer=[3],
+    )
+
+
+def test_fused_qkv_grouped():
+    """4 query heads on 2 kv heads: q0 q1 k0 v0, then q2 q3 k1 v1. With as many kv heads: q0 k0 v0 q1 k1 v1."""
+    row = ta.FusedQKV("m.{layer}.qkv", QKV, layout="grouped", num_heads=4, num_kv_heads=2, head_dim=1)
+    both_ways(
+        row,
+        {"m.0.qkv": [[0], [1], [10], [20], [2], [3], [11], [21]]},
+        {"l.0.q": [[0], [1], [2], [3]], "l.0.k": [[10], [11]], "l.0.v": [[20], [21]]},
+        layer=[0],
+    )
+    row = ta.FusedQKV("a", ["q", "k", "v"], layout="grouped", num_heads=2, num_kv_heads=2, head_dim=2)
+    both_ways(
+        row,
+        {"a": [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23]},  # a bias
+        {"q": [0, 1, 2, 3], "k": [10, 11, 12, 13], "v": [20, 21, 22, 23]},
+    )
+
+
+def test_fused_qkv_refuses_what_does_not_fit():
+    heads = dict(num_heads=4, num_kv_heads=2, head_dim=1)
+    for native, changes in ((["q", "k"], {}), (QKV, {"num_kv_heads": 3}), (QKV, {"layout": "interleaved"})):
+        with pytest.raises(ta.TitanError, match="FusedQKV can't cut a into") as caught:
+            ta.FusedQKV("a", native, **{"layout": "grouped", **heads, **changes})
+        titan_error_text(caught)
+    adapter = ta.StateDictAdapter(ta.FusedQKV("a", ["q", "k", "v"], layout="grouped", **heads))
+    with pytest.raises(ta.TitanError, match=r"the tensor has shape \(9,\)\.\nFix: dim 0 must be 8\."):
+        adapter.to_native({"a": numbers(9)})
+    with pytest.raises(ta.TitanError, match=r"have \[4, 2, 3\] rows\.\nFix: they must have \[4, 2, 2\]\."):
+        adapter.to_hf({"q": numbers(4), "k": numbers(2), "v": numbers(3)})
+
+
 def test_tie_and_drop_go_nowhere():
     adapter = ta.StateDictAdapter(
         ta.Rename("embed", "tok"), ta.Tie("head", "embed", "lm_head", "tok"), ta.Drop("inv.{layer}"), layer=range(2)
@@ -132,17 +176,21 @@ def rows_and_tensors(draw) -> tuple[list[Row], dict[str, torch.Tensor], dict[str
     part_names = [f"part{i}" for i in range(len(parts))]
     cut_names = [f"cut{i}" for i in range(len(cuts))]
     head_dim = 2 * pairs + rest
+    layout = draw(st.sampled_from(["concat", "grouped"]))
+    fused = {"num_heads": heads * draw(st.integers(1, 3)), "num_kv_heads": heads, "head_dim": head_dim}
     rows: list[Row] = [
         ta.Rename("q.{layer}", "wq.{layer}", ta.Permute(heads, head_dim, 2 * pairs)),
         ta.Stack("e.{layer}.{expert}", "w1.{layer}", ta.Transpose(), over="expert"),
         ta.Concat([f"{n}.{{layer}}" for n in part_names], "joined.{layer}", ta.Transpose(), sizes=parts, dim=1),
         ta.Split("whole.{layer}", [f"{n}.{{layer}}" for n in cut_names], ta.Transpose(), sizes=cuts),
+        ta.FusedQKV("qkv.{layer}", [f"{p}.{{layer}}" for p in "abc"], layout=layout, **fused),
         ta.Rename("embed", "tok", ta.Cast(torch.int64, torch.int32)),
         ta.Tie("head", "embed", "lm_head", "tok"),
     ]
     shapes = {"embed": (4, columns)}
     for layer in layers:
         shapes |= {f"q.{layer}": (heads * head_dim, columns), f"whole.{layer}": (columns, sum(cuts))}
+        shapes |= {f"qkv.{layer}": ((fused["num_heads"] + 2 * heads) * head_dim, columns)[: 1 + columns % 2]}
         shapes |= {f"e.{layer}.{expert}": (2, columns) for expert in experts}
         shapes |= {f"{n}.{layer}": (columns, size) for n, size in zip(part_names, parts)}
     published = {name: numbers(*shape, start=1000 * i) for i, (name, shape) in enumerate(shapes.items())}

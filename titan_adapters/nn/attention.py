@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titan_adapters.config import AttentionSpec, TransformerConfig
-from titan_adapters.nn.norm import RMSNorm
+from titan_adapters.config import AttentionSpec, TemperatureSpec, TransformerConfig
+from titan_adapters.nn.norm import make_norm
 from titan_adapters.nn.rope import Rope
 
 
@@ -137,10 +137,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int):
         super().__init__()
-        spec = config.attention(layer)
+        self.spec = spec = config.attention(layer)
         self.qkv_linear = QKVLinear(config.dim, spec)
-        self.q_norm = RMSNorm(spec.head_dim, spec.qk_norm.eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.qk_norm.eps) if spec.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not None:
+            full = spec.qk_norm.scope == "full"
+            self.q_norm = make_norm(spec.head_dim * (spec.num_heads if full else 1), spec.qk_norm)
+            self.k_norm = make_norm(spec.head_dim * (spec.num_kv_heads if full else 1), spec.qk_norm)
         self.rope = Rope(spec.rope, config.max_seq_len) if spec.rope else None
         self.inner_attention = InnerAttention(spec, layer)
         self.wo = nn.Linear(spec.num_heads * spec.head_dim, config.dim, bias=spec.out_bias)
@@ -148,8 +151,21 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq: SequenceInfo) -> Tensor:
         """[..., D] -> [..., D]."""
         q, k, v = self.qkv_linear(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rope is not None:
             q, k = self.rope(q, k, seq.positions)
+        if self.spec.temperature is not None:
+            q = q * query_multiplier(self.spec.temperature, seq.positions)[..., None, None].to(q.dtype)
         return self.wo(self.inner_attention(q, k, v, seq).flatten(-2))
+
+    def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is None or self.spec.qk_norm is None:
+            return x
+        if self.spec.qk_norm.scope == "per_head":
+            return norm(x)
+        return norm(x.flatten(-2)).unflatten(-1, (-1, self.spec.head_dim))
+
+
+def query_multiplier(spec: TemperatureSpec, positions: Tensor) -> Tensor:
+    """fp32, shape of the positions: what the queries there are multiplied by."""
+    return 1 + spec.beta * torch.log(1 + torch.floor(positions / spec.original_max_position))

@@ -2,24 +2,58 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titan_adapters.config import LayerNormSpec, NormSpec, RMSNormSpec
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim (arXiv:1910.07467), statistics in fp32.
 
-    The normalised value is rounded to the input's dtype before the weight multiplies it, as in Llama's own code, in
-    transformers and in vLLM.
+    Args:
+        offset: Added to the stored weight. The weight starts such that the sum is 1.
+        weight_in_fp32: Multiply the weight before rounding to the input's dtype, as Gemma and OLMo do. Otherwise the
+            normalised value is rounded first, as in Llama's own code, in transformers and in vLLM.
     """
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, *, offset: float = 0.0, weight_in_fp32: bool = False):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.offset = offset
+        self.weight_in_fp32 = weight_in_fp32
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
         normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+        if self.weight_in_fp32:
+            weight = self.weight.float()
+            return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
+        return normed.to(x.dtype) * (self.weight + self.offset if self.offset else self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, offset={self.offset}"
+
+
+class LayerNorm(nn.Module):
+    """Layer norm over the last dim (arXiv:1607.06450), with an optional bias."""
+
+    def __init__(self, dim: int, eps: float, *, bias: bool):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def make_norm(dim: int, spec: NormSpec) -> RMSNorm | LayerNorm:
+    """The module that computes `spec` over `dim` channels."""
+    if isinstance(spec, LayerNormSpec):
+        return LayerNorm(dim, spec.eps, bias=spec.bias)
+    assert isinstance(spec, RMSNormSpec)
+    return RMSNorm(dim, spec.eps, offset=spec.offset, weight_in_fp32=spec.weight_in_fp32)

@@ -3,40 +3,20 @@
 Shapes: ... leading dims ([B, S] batched or [T] packed)  N heads  H head_dim  R rotary_dim  P max_seq_len.
 """
 
-import math
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from titan_adapters.config import Llama3Scaling, RopeSpec
+from titan_adapters.nn.rope_tables import inverse_frequencies, multiplier
+from titan_adapters.rope_spec import RopeSpec
 
 # Layers with the same spec share one table: at 128k positions it is tens of megabytes.
 _TABLES: "WeakValueDictionary[tuple, Tensor]" = WeakValueDictionary()
 
 
-def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """Angular step per position of each rotated pair: fp32, [R / 2], in radians."""
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64, device="cpu").float() / spec.rotary_dim
-    inv_freq = 1.0 / (spec.theta**exponents)
-    if spec.scaling is None:
-        return inv_freq
-    return _llama3(inv_freq, spec.scaling)
-
-
-def _llama3(inv_freq: Tensor, s: Llama3Scaling) -> Tensor:
-    """Keep short wavelengths, divide long ones by `factor`, blend in between."""
-    wavelength = 2 * math.pi / inv_freq
-    smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    blended = (1 - smooth) * inv_freq / s.factor + smooth * inv_freq
-    longest_kept = s.original_max_position / s.high_freq_factor
-    shortest_divided = s.original_max_position / s.low_freq_factor
-    scaled = torch.where(wavelength > shortest_divided, inv_freq / s.factor, blended)
-    return torch.where(wavelength < longest_kept, inv_freq, scaled)
-
-
 def cos_sin_table(spec: RopeSpec, max_seq_len: int, device: torch.device) -> Tensor:
-    """fp32 [P, R]: cosines of the R / 2 angles, then their sines, for positions 0 to P - 1.
+    """fp32 [P, R]: cosines of the R / 2 angles, then their sines, for positions 0 to P - 1, times the multiplier.
 
     Angles are computed on the CPU in fp32 whatever the device, so that every process holds the same bits.
     """
@@ -47,8 +27,8 @@ def cos_sin_table(spec: RopeSpec, max_seq_len: int, device: torch.device) -> Ten
             table = torch.empty(max_seq_len, spec.rotary_dim, dtype=torch.float32, device=device)
         else:
             positions = torch.arange(max_seq_len, dtype=torch.float32, device="cpu")
-            angles = torch.outer(positions, inverse_frequencies(spec))
-            table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+            angles = torch.outer(positions, inverse_frequencies(spec, max_seq_len))
+            table = (torch.cat([angles.cos(), angles.sin()], dim=-1) * multiplier(spec)).to(device)
         _TABLES[key] = table
     return table
 

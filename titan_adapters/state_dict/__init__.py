@@ -1,15 +1,30 @@
 """State-dict conversion: rows as data, one table for HF load, HF export, own checkpoints and live updates."""
 
 from titan_adapters.state_dict.adapter import Session, StateDictAdapter, native_adapter, native_tensors
-from titan_adapters.state_dict.hf_rows import attention_rows, decoder_rows, feed_forward_rows
+from titan_adapters.state_dict.fused import FusedQKV
+from titan_adapters.state_dict.hf_rows import (
+    POST_NORMS,
+    PRE_NORMS,
+    SANDWICH_NORMS,
+    attention_rows,
+    decoder_rows,
+    feed_forward_rows,
+    gate_up_rows,
+    linear_rows,
+    norm_rows,
+)
 from titan_adapters.state_dict.ops import Cast, Op, Permute, Transpose
 from titan_adapters.state_dict.rows import Binding, Concat, Drop, Rename, Row, Split, Stack, Tie
 
 __all__ = [
+    "POST_NORMS",
+    "PRE_NORMS",
+    "SANDWICH_NORMS",
     "Binding",
     "Cast",
     "Concat",
     "Drop",
+    "FusedQKV",
     "Op",
     "Permute",
     "Rename",
@@ -23,6 +38,9 @@ __all__ = [
     "attention_rows",
     "decoder_rows",
     "feed_forward_rows",
+    "gate_up_rows",
+    "linear_rows",
     "native_adapter",
     "native_tensors",
+    "norm_rows",
 ]

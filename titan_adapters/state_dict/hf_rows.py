@@ -1,52 +1,128 @@
 """Row lists that several published families share."""
 
-from titan_adapters.config import TransformerConfig
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from titan_adapters.config import AttentionSpec, LayerNormSpec, TransformerConfig
+from titan_adapters.errors import StateDictError
 from titan_adapters.state_dict.ops import Op, Permute
-from titan_adapters.state_dict.rows import Rename, Row, Tie
+from titan_adapters.state_dict.rows import Rename, Row, Split, Tie
+
+PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+"""Published names of a Llama-shaped layer's norms -> ours."""
+
+POST_NORMS = {"post_attention_layernorm": "attention_norm", "post_feedforward_layernorm": "ffn_norm"}
+"""The same of a layer whose norms follow its halves."""
+
+SANDWICH_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffn_norm",
+}
+"""The same of Gemma's layers, with norms before and after each half."""
 
 
-def attention_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
-    """Separate q, k, v and o projections with optional biases and per-head QK norm, published in half layout.
+def attention_rows(
+    config: TransformerConfig, hf: str, native: str, published: Literal["half", "interleaved"] = "half"
+) -> list[Row]:
+    """Separate q, k, v and o projections with optional biases and QK norm.
 
-    Layers must agree on head counts, biases, norms and rope layout; rows for others are written by hand.
+    Args:
+        published: Rope layout of the published q and k rows.
     """
-    spec = config.attention(0)
+    spec = one_shape(config)
+    layouts = {s.rope.layout for s in config.attention_specs() if s.rope is not None}
+    rotary_dims = {s.rope.rotary_dim for s in config.attention_specs() if s.rope is not None}
 
     def rope_layout(heads: int) -> tuple[Op, ...]:
-        if spec.rope is None or spec.rope.layout == "half":
+        if layouts <= {published}:
             return ()
-        return (Permute(heads, spec.head_dim, spec.rope.rotary_dim),)
+        if layouts != {"interleaved"} or len(rotary_dims) != 1 or any(s.rope is None for s in config.attention_specs()):
+            raise StateDictError(
+                f"These rows can't turn {published} rope rows into {sorted(layouts)} ones.",
+                fix="use one layout and rotary_dim in all layers, or write the rows of q and k by hand.",
+            )
+        return (Permute(heads, spec.head_dim, rotary_dims.copy().pop()),)
 
     ops = {"q": rope_layout(spec.num_heads), "k": rope_layout(spec.num_kv_heads), "v": ()}
     rows: list[Row] = []
     for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
         rows += [Rename(f"{hf}.{p}_proj.{kind}", f"{native}.qkv_linear.w{p}.{kind}", *ops[p]) for p in "qkv"]
-    for kind in ("weight", "bias") if spec.out_bias else ("weight",):
-        rows.append(Rename(f"{hf}.o_proj.{kind}", f"{native}.wo.{kind}"))
+    rows += linear_rows(f"{hf}.o_proj", f"{native}.wo", spec.out_bias)
     if spec.qk_norm is not None:
-        rows += [Rename(f"{hf}.{p}_norm.weight", f"{native}.{p}_norm.weight", *rope_layout(1)) for p in "qk"]
+        full = spec.qk_norm.scope == "full"
+        heads = {"q": spec.num_heads if full else 1, "k": spec.num_kv_heads if full else 1}
+        rows += [Rename(f"{hf}.{p}_norm.weight", f"{native}.{p}_norm.weight", *rope_layout(heads[p])) for p in "qk"]
     return rows
+
+
+def one_shape(config: TransformerConfig) -> AttentionSpec:
+    """The first layer's spec, once all layers are known to have parameters of its shapes."""
+    specs = config.attention_specs()
+    for layer, spec in enumerate(specs):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "out_bias", "qk_norm"):
+            ours, first = getattr(spec, name), getattr(specs[0], name)
+            if ours != first:
+                raise StateDictError(
+                    f"Layers 0 and {layer} differ in {name} ({first}, {ours}), which these rows can't say.",
+                    fix="write the rows of such layers by hand.",
+                )
+    return specs[0]
+
+
+def linear_rows(hf: str, native: str, bias: bool) -> list[Row]:
+    """Weight, and bias if there is one."""
+    return [Rename(f"{hf}.{kind}", f"{native}.{kind}") for kind in (("weight", "bias") if bias else ("weight",))]
+
+
+def norm_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
+    """A norm on the residual stream, with its bias if it has one."""
+    spec = config.norm()
+    return linear_rows(hf, native, isinstance(spec, LayerNormSpec) and spec.bias)
 
 
 def feed_forward_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
     """gate_proj, up_proj and down_proj as w1, w3 and w2."""
-    kinds = ("weight", "bias") if config.feed_forward(0).bias else ("weight",)
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    bias = config.feed_forward(0).bias
+    return [row for theirs, ours in names.items() for row in linear_rows(f"{hf}.{theirs}", f"{native}.{ours}", bias)]
+
+
+def gate_up_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
+    """gate_up_proj, which is w1 above w3, and down_proj; no biases."""
+    sizes = [config.feed_forward(0).hidden_dim] * 2
     return [
-        Rename(f"{hf}.{theirs}.{kind}", f"{native}.{ours}.{kind}") for theirs, ours in names.items() for kind in kinds
+        Split(f"{hf}.gate_up_proj.weight", [f"{native}.w1.weight", f"{native}.w3.weight"], sizes=sizes),
+        Rename(f"{hf}.down_proj.weight", f"{native}.w2.weight"),
     ]
 
 
-def decoder_rows(config: TransformerConfig) -> list[Row]:
-    """Everything outside and inside the layers of a Llama-shaped decoder, under the names that transformers uses."""
+def decoder_rows(
+    config: TransformerConfig,
+    *,
+    norms: Mapping[str, str] = PRE_NORMS,
+    attention: Sequence[Row] | None = None,
+    feed_forward: Sequence[Row] | None = None,
+) -> list[Row]:
+    """Everything outside and inside the layers of a decoder, under the names that transformers uses.
+
+    Args:
+        norms: Published names of a layer's norms -> ours.
+        attention: Rows in place of `attention_rows`.
+        feed_forward: Rows in place of `feed_forward_rows`.
+    """
     hf, native = "model.layers.{layer}", "layers.{layer}"
     embedding, head = ("model.embed_tokens.weight", "tok_embeddings.weight"), ("lm_head.weight", "lm_head.weight")
+    if attention is None:
+        attention = attention_rows(config, f"{hf}.self_attn", f"{native}.attention")
+    if feed_forward is None:
+        feed_forward = feed_forward_rows(config, f"{hf}.mlp", f"{native}.feed_forward")
     return [
         Rename(*embedding),
-        *attention_rows(config, f"{hf}.self_attn", f"{native}.attention"),
-        *feed_forward_rows(config, f"{hf}.mlp", f"{native}.feed_forward"),
-        Rename(f"{hf}.input_layernorm.weight", f"{native}.attention_norm.weight"),
-        Rename(f"{hf}.post_attention_layernorm.weight", f"{native}.ffn_norm.weight"),
-        Rename("model.norm.weight", "norm.weight"),
+        *attention,
+        *feed_forward,
+        *(row for theirs, ours in norms.items() for row in norm_rows(config, f"{hf}.{theirs}", f"{native}.{ours}")),
+        *norm_rows(config, "model.norm", "norm"),
         Tie(head[0], embedding[0], head[1], embedding[1]) if config.tied_embeddings else Rename(*head),
     ]

@@ -63,10 +63,10 @@ class Rename(Row):
     native: str
 
     def __init__(self, hf: str, native: str, *ops: Op):
-        _set(self, hf=hf, native=native, ops=ops)
+        set_fields(self, hf=hf, native=native, ops=ops)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
-        for fill in _fills([self.hf, self.native], ranges):
+        for fill in fills([self.hf, self.native], ranges):
             yield Binding(self, (self.hf.format(**fill),), (self.native.format(**fill),))
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -85,11 +85,11 @@ class Stack(Row):
     over: str
 
     def __init__(self, hf: str, native: str, *ops: Op, over: str):
-        _set(self, hf=hf, native=native, ops=ops, over=over)
+        set_fields(self, hf=hf, native=native, ops=ops, over=over)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
         outer = {name: values for name, values in ranges.items() if name != self.over}
-        for fill in _fills([self.native], outer):
+        for fill in fills([self.native], outer):
             sources = tuple(self.hf.format(**fill, **{self.over: index}) for index in _range(ranges, self.over))
             yield Binding(self, sources, (self.native.format(**fill),))
 
@@ -114,10 +114,10 @@ class Concat(Row):
     dim: int
 
     def __init__(self, hf: Sequence[str], native: str, *ops: Op, sizes: Sequence[int], dim: int = 0):
-        _set(self, hf=tuple(hf), native=native, ops=ops, sizes=_sizes(hf, sizes), dim=dim)
+        set_fields(self, hf=tuple(hf), native=native, ops=ops, sizes=_sizes(hf, sizes), dim=dim)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
-        for fill in _fills([*self.hf, self.native], ranges):
+        for fill in fills([*self.hf, self.native], ranges):
             yield Binding(self, tuple(name.format(**fill) for name in self.hf), (self.native.format(**fill),))
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -138,10 +138,10 @@ class Split(Row):
     dim: int
 
     def __init__(self, hf: str, native: Sequence[str], *ops: Op, sizes: Sequence[int], dim: int = 0):
-        _set(self, hf=hf, native=tuple(native), ops=ops, sizes=_sizes(native, sizes), dim=dim)
+        set_fields(self, hf=hf, native=tuple(native), ops=ops, sizes=_sizes(native, sizes), dim=dim)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
-        for fill in _fills([self.hf, *self.native], ranges):
+        for fill in fills([self.hf, *self.native], ranges):
             yield Binding(self, (self.hf.format(**fill),), tuple(name.format(**fill) for name in self.native))
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -166,7 +166,7 @@ class Tie(Row):
     native_of: str
 
     def __init__(self, hf: str, hf_of: str, native: str, native_of: str):
-        _set(self, hf=hf, hf_of=hf_of, native=native, native_of=native_of)
+        set_fields(self, hf=hf, hf_of=hf_of, native=native, native_of=native_of)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
         yield Binding(self, (self.hf,), (self.native,))
@@ -184,10 +184,10 @@ class Drop(Row):
     hf: str
 
     def __init__(self, hf: str):
-        _set(self, hf=hf)
+        set_fields(self, hf=hf)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
-        for fill in _fills([self.hf], ranges):
+        for fill in fills([self.hf], ranges):
             yield Binding(self, (self.hf.format(**fill),), ())
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -196,12 +196,12 @@ class Drop(Row):
     to_hf = to_native
 
 
-def _set(row: Row, **fields) -> None:
+def set_fields(row: Row, **fields) -> None:
     for name, value in fields.items():
         object.__setattr__(row, name, value)  # frozen dataclass with a positional *ops constructor
 
 
-def _fills(templates: Sequence[str], ranges: Ranges) -> Iterator[dict[str, int]]:
+def fills(templates: Sequence[str], ranges: Ranges) -> Iterator[dict[str, int]]:
     """Every assignment of the placeholders that occur in `templates`."""
     names = sorted({field for t in templates for _, field, _, _ in Formatter().parse(t) if field})
     for values in product(*(_range(ranges, name) for name in names)):

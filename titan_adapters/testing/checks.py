@@ -201,7 +201,9 @@ def logits_equal_transformers(case: Case) -> str:
     assert published["architectures"], "to_hf_config names no architecture"
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(case.model, Path(folder) / "hf", "hf", cast=True)
-        theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=torch.float32)
+        # Eager is the plain formula. By default transformers may take SDPA, which drops a softcap without a word.
+        options = {"attn_implementation": "eager", "dtype": torch.float32}
+        theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", **options)
         ours = load_model(Path(folder) / "hf", dtype=torch.float32)
     tokens = case.tokens(2, min(case.config.max_seq_len, 2 * LENGTH))
     with torch.no_grad():

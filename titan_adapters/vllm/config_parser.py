@@ -11,6 +11,7 @@ from titan_adapters.errors import EngineError
 from titan_adapters.hf_config import emit_hf_config
 from titan_adapters.registry import import_path, unimportable_reason
 from titan_adapters.vllm.compat import multiprocess_engine, platform_problems
+from titan_adapters.vllm.honours import unhonoured
 
 
 class TitanConfigParser(ConfigParserBase):
@@ -47,7 +48,7 @@ def as_hf_object(emitted: dict[str, Any]) -> PretrainedConfig:
 
 def check_servable(identity: Identity) -> None:
     """Refuse what would fail later, with every reason at once."""
-    problems = platform_problems(identity.config)
+    problems = platform_problems(identity.config) + unhonoured(identity.config)
     fix = "use a platform or an attention backend that supports it."
     reason = unimportable_reason(identity.model)
     if reason and multiprocess_engine():

@@ -27,6 +27,7 @@ from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
 from titan_adapters.nn import FeedForward, InnerAttention, QKVLinear, SequenceInfo
 from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
+from titan_adapters.vllm.honours import unsplittable
 
 
 class EngineAttention(nn.Module):
@@ -143,6 +144,8 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
     """
     styles = model.parallel_plan(model.config).resolve(model)
     _check_seams(model)
+    if problems := unsplittable(model.config, get_tensor_model_parallel_world_size()):
+        raise EngineError("The heads of this model can't be split over ranks.", problems, fix="run it on one rank.")
     swap = Swap(model)
     done: tuple[str, ...] = ()
     for path, module in list(model.named_modules()):

@@ -1,0 +1,51 @@
+"""A spec field that is in use and that nobody looked after in the engine is refused, with the layers concerned.
+
+No engine is started: the tables are read without vllm.
+"""
+
+import pytest
+
+import titan_adapters as ta
+from tests.conftest import EVERY_MODEL
+from titan_adapters.vllm.honours import HONOURED, unhonoured, unsplittable
+
+Llama = ta.get_model("llama")
+
+
+@pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
+def test_installed_models_use_nothing_else(cls, config):
+    assert unhonoured(config) == []
+
+
+@pytest.mark.parametrize("spec", HONOURED)
+def test_the_table_names_fields_that_exist(spec):
+    assert set(HONOURED[spec]) <= set(spec.model_fields)
+
+
+def test_a_new_field_is_refused_once_it_is_used():
+    class SinkSpec(ta.AttentionSpec):
+        sinks: bool
+        chunk: int | None
+
+    class Config(Llama.Config):
+        def attention(self, layer):
+            old = super().attention(layer)
+            new = {"sinks": layer != 1, "chunk": 8 if layer == 1 else None}
+            return SinkSpec(**{name: getattr(old, name) for name in type(old).model_fields}, **new)
+
+    config = Config.from_json(next(iter(Llama.tiny_configs().values())).to_json())
+    assert unhonoured(config) == [
+        "SinkSpec.sinks = True of layers [0, 2] is not honoured by vLLM's engine",
+        "SinkSpec.chunk = 8 of layers [1] is not honoured by vLLM's engine",
+    ]
+
+
+def test_full_width_qk_norm_is_not_split_over_ranks():
+    olmo = next(iter(ta.get_model("olmo2").tiny_configs().values()))
+    assert unsplittable(olmo, 1) == []
+    assert unsplittable(olmo, 2) == [
+        "qk_norm over all heads of layers [0, 1] takes its statistics over the heads of all ranks; "
+        "use tensor_parallel_size=1"
+    ]
+    qwen = next(iter(ta.get_model("qwen3").tiny_configs().values()))
+    assert unsplittable(qwen, 2) == []

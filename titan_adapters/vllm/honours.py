@@ -1,0 +1,65 @@
+"""Which spec fields the engine honours, and who computes each. What is in use and not listed here is refused.
+
+So a field that is added to a spec is refused until somebody has looked after it in the engine.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan_adapters.config import AttentionSpec, FeedForwardSpec, TransformerConfig
+from titan_adapters.spec import Spec
+
+ATTENTION, OWN = "vLLM's attention", "the model's own module"
+
+HONOURED: dict[type[Spec], dict[str, str]] = {
+    AttentionSpec: {
+        "num_heads": ATTENTION,
+        "num_kv_heads": ATTENTION,
+        "head_dim": ATTENTION,
+        "scale": ATTENTION,
+        "window": ATTENTION,  # per layer; counts the current token, as ours does
+        "softcap": ATTENTION,
+        "qk_norm": OWN,
+        "qkv_bias": "vLLM's QKVParallelLinear",
+        "out_bias": "vLLM's RowParallelLinear",
+        "rope": OWN,  # every kind: the table is ours, so are its multipliers
+        "temperature": OWN,
+    },
+    FeedForwardSpec: {
+        "hidden_dim": "vLLM's linears",
+        "activation": "vLLM's SiluAndMul and GeluAndMul if gated, else the model's own module",
+        "gated": "vLLM's MergedColumnParallelLinear",
+        "bias": "vLLM's linears",
+    },
+}
+
+
+def unhonoured(config: TransformerConfig) -> list[str]:
+    """Fields in use that the engine would ignore, each with the layers concerned."""
+    found: dict[str, list[int]] = {}
+    for layer in range(config.num_layers):
+        for spec in (config.attention(layer), config.feed_forward(layer)):
+            for name, value in _in_use(spec):
+                found.setdefault(f"{name} = {value!r}", []).append(layer)
+    return [f"{what} of layers {layers} is not honoured by vLLM's engine" for what, layers in found.items()]
+
+
+def _in_use(spec: Spec) -> Iterator[tuple[str, Any]]:
+    honoured = next(fields for base, fields in HONOURED.items() if isinstance(spec, base))
+    for name in type(spec).model_fields:
+        value = getattr(spec, name)
+        if name not in honoured and value is not None and value is not False:
+            yield f"{type(spec).__name__}.{name}", value
+
+
+def unsplittable(config: TransformerConfig, tensor_parallel_size: int) -> list[str]:
+    """What can't be computed on several tensor-parallel ranks, each of which holds some of the heads."""
+    if tensor_parallel_size == 1:
+        return []
+    full = [
+        layer
+        for layer, spec in enumerate(config.attention_specs())
+        if spec.qk_norm is not None and spec.qk_norm.scope == "full"
+    ]
+    reason = "takes its statistics over the heads of all ranks"
+    return [f"qk_norm over all heads of layers {full} {reason}; use tensor_parallel_size=1"] if full else []
