@@ -13,7 +13,7 @@ from titan_adapters.checkpoint import convert_checkpoint
 
 TOLERANCE = 1e-5
 LENGTH = 100
-"""Tokens: beyond every tiny config's window (5) and llama3's original context (32)."""
+"""Tokens: beyond every tiny config's window (5) and beyond the original context (32) of those with a scaled rope."""
 
 every_model = pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
 

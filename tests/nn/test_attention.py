@@ -92,9 +92,7 @@ def test_gqa_is_mha_with_repeated_kv_weights():
         assert relative_error(attention(x, sequence_info(torch.zeros(S), None, None)), expected) > 1e-2
 
 
-WINDOWED = [
-    info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields
-]  # fmt: skip
+WINDOWED = [info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields]
 
 
 @pytest.mark.parametrize("name", WINDOWED)
