@@ -50,15 +50,15 @@ def require(results: list[CheckResult]) -> None:
 
 
 def capability_table(results: dict[str, list[CheckResult]]) -> str:
-    """Markdown: checks by model, each with the number of tiny configs that passed of those it applies to."""
+    """Markdown: models by check, each with the number of tiny configs that passed of those it applies to."""
     checks = list(dict.fromkeys(r.check for found in results.values() for r in found))
-    lines = [f"| check | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
-    for check in checks:
+    lines = [f"| model | {' | '.join(check.replace('_', ' ') for check in checks)} |", f"|---|{'---|' * len(checks)}"]
+    for model, found in results.items():
         cells = []
-        for found in results.values():
+        for check in checks:
             ran = [r.outcome == "passed" for r in found if r.check == check and r.outcome != "skipped"]
             cells.append(f"{sum(ran)}/{len(ran)}" if ran else "-")
-        lines.append(f"| {check.replace('_', ' ')} | {' | '.join(cells)} |")
+        lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
