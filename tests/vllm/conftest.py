@@ -1,12 +1,12 @@
 """Engines for tests: in this process, eager, with small caches; two to three seconds each.
 
-A test module starts with `pytest.importorskip("vllm")`, so that without the engine it is skipped, and says why.
+A test module starts with `pytest.importorskip("vllm", exc_type=ImportError)`, so that without the engine it is
+skipped, and says why.
 """
 
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import titan_adapters as ta
 from tests.conftest import relative_error
+from titan_adapters import registry
 
 # Before vllm is imported. One process, so that a test can look into the engine, and does not wait for another import.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -62,26 +63,21 @@ def shut_down(engines: Iterable[Any]) -> None:
             engine.llm_engine.engine_core.shutdown()
 
 
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 12, logprobs: int = -1) -> list[Any]:
-    """Greedy outputs for prompts of token ids, with logprobs of all tokens of the vocabulary."""
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 12, prompt_logprobs: bool = True) -> list[Any]:
+    """Greedy outputs for prompts of token ids, with logprobs of all tokens of the vocabulary.
+
+    vLLM reads no cached prefixes for requests that ask for prompt logprobs.
+    """
     import vllm
 
     sampling = vllm.SamplingParams(
         temperature=0,
         max_tokens=max_tokens,
         ignore_eos=True,
-        logprobs=logprobs,
-        prompt_logprobs=logprobs,
+        logprobs=-1,
+        prompt_logprobs=-1 if prompt_logprobs else None,
         detokenize=False,
     )
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-
-
-def continue_greedily(llm: Any, prompts: list[list[int]], max_tokens: int = 12) -> list[Any]:
-    """As `generate`, without prompt logprobs: asking for those makes vLLM ignore its prefix cache."""
-    import vllm
-
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=-1, detokenize=False)
     return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
 
@@ -143,14 +139,9 @@ def engine_model(llm: Any) -> Any:
 
 def child_environment(**variables: str) -> dict[str, str]:
     """For a subprocess that is to behave as a user's: vLLM's defaults, and this repository on the path."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_ENABLE_V1_MULTIPROCESSING", ta_environment())}
-    return environment | {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"} | variables
-
-
-def ta_environment() -> str:
-    from titan_adapters.registry import ENVIRONMENT
-
-    return ENVIRONMENT
+    ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", registry.ENVIRONMENT)
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
+    return inherited | {"PYTHONPATH": str(ROOT)} | variables
 
 
 @pytest.fixture(scope="session")
@@ -170,7 +161,6 @@ def demo() -> Path:
 @pytest.fixture
 def no_registrations_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that a test registers are gone after it."""
-    registry = sys.modules["titan_adapters.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     monkeypatch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))
 

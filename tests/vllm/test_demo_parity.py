@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 
 import vllm
 

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
 from tests.conftest import EVERY_MODEL, random_model, random_tokens, relative_error
 from tests.vllm.conftest import (
     chunks_of,
-    continue_greedily,
     error_against_torch,
     generate,
     logprobs_of,
@@ -76,9 +75,9 @@ def test_chunked_prompt(served, size):
 def test_prefix_cache_hit(served):
     served.llm.reset_prefix_cache()
     prompt = served.prompt()
-    first = continue_greedily(served.llm, [prompt])
-    again = continue_greedily(served.llm, [prompt])
-    forked = continue_greedily(served.llm, [prompt[:70] + served.prompt(20, seed=2)])
+    first = generate(served.llm, [prompt], prompt_logprobs=False)
+    again = generate(served.llm, [prompt], prompt_logprobs=False)
+    forked = generate(served.llm, [prompt[:70] + served.prompt(20, seed=2)], prompt_logprobs=False)
     assert [o.num_cached_tokens for o in first + again + forked] == [0, 64, 64]  # whole blocks of 32
     assert error_against_torch(served.model, first + again + forked) < TOLERANCE
 
@@ -99,7 +98,7 @@ def test_preemption(served):
     served.llm.reset_prefix_cache()
     prompts = [served.prompt(30, seed=seed) for seed in range(8)]
     with recorded_steps(served.llm) as steps:
-        outputs = continue_greedily(served.llm, prompts, max_tokens=60)
+        outputs = generate(served.llm, prompts, max_tokens=60, prompt_logprobs=False)
     preempted = {request for step in steps for request in step.preempted_req_ids or ()}
     assert preempted
     assert [len(o.outputs[0].token_ids) for o in outputs] == [60] * 8

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
 from tests.conftest import random_model, relative_error

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 
 import vllm
 

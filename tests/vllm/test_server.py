@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 pytest.importorskip("openai")
 
 import openai

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
 from tests.conftest import random_model, random_tokens

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
 from tests.conftest import EVERY_MODEL, random_model, random_tokens, titan_error_text
