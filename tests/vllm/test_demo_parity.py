@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
@@ -39,8 +38,6 @@ BF16_GAP = 0.5
 @pytest.fixture(scope="module")
 def engines(demo) -> Iterator[Any]:
     """`engines(name, dtype)`: "ours" or "native Llama" on the demo's weights, each started once."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     started: dict[tuple[str, str], Any] = {}
 
     def get(name: str, dtype: str, folder: Path = demo / "native") -> Any:
@@ -53,7 +50,6 @@ def engines(demo) -> Iterator[Any]:
 
     yield get
     shut_down(started.values())
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,7 @@ def test_head_size_that_attention_on_the_cpu_lacks(start, tmp_path):
     assert "head_dim 24 of layers [0, 1, 2] is not supported by vLLM's CPU attention" in text
 
 
-@pytest.mark.parametrize(("cls", "text"), models.without_a_good_seam())
+@pytest.mark.parametrize(("cls", "text"), list(models.without_a_good_seam()))
 def test_attention_seams(cls, text, unloaded, tmp_path):
     ta.register_model(cls)
     ta.save_checkpoint(random_model(cls, TINY), tmp_path / "native")
