@@ -210,3 +210,16 @@ def test_emitted_softcap_only_if_a_layer_has_one():
 
     config = Capped.from_json(next(iter(ta.get_model("llama").tiny_configs().values())).to_json())
     assert ta.emit_hf_config("llama", config)["attn_logit_softcapping"] == 30.0
+
+
+def test_digest_is_of_the_fields_alone():
+    """So that a library that describes the same model by more spec fields still reads what was saved before."""
+    config = next(iter(ta.get_model("llama").tiny_configs().values()))
+
+    class Richer(type(config)):
+        def norm(self):
+            return super().norm().model_copy(update={"offset": 1.0})
+
+    same_fields = Richer.from_json(config.to_json())
+    assert same_fields.digest() == config.digest() and same_fields.fingerprint() != config.fingerprint()
+    assert config.model_copy(update={"norm_eps": 0.1}).digest() != config.digest()

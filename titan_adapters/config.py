@@ -153,10 +153,15 @@ class TransformerConfig(Spec):
                 fix=f"give every field, and no other: {', '.join(cls.model_fields)}.",
             ) from error
 
+    def digest(self) -> str:
+        """Hash of the config's own fields. Goes into checkpoints, to notice an edited config; the specs are left out,
+        so that a later version of this library may describe the same model by more of them."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
     def fingerprint(self) -> str:
         """Hash of the config and of every layer's specs: equal fingerprints mean the same function and shapes.
 
-        Goes into checkpoints (to notice an edited config) and into the engine's compile-cache key.
+        Goes into the engine's compile-cache key, and tells whether two processes describe a model alike.
         """
         norm = self.norm()
         facts = {

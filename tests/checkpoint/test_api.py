@@ -60,7 +60,7 @@ def test_config_edited_after_the_fact_is_refused(saved):
     refusal(
         lambda: ta.load_model(saved),
         "was written with another config than titan.json now holds",
-        f"fingerprint in the file: {CONFIG.fingerprint()}",
+        f"digest in the file: {CONFIG.digest()}",
         "Fix: restore the original titan.json",
     )
 

@@ -116,24 +116,22 @@ def remove_identity(folder: Path) -> str:
     return "it has neither titan.json nor config.json"
 
 
-FINGERPRINT = (drop_layer_from_config, add_layer_to_config, widen_config)
+DIGEST = (drop_layer_from_config, add_layer_to_config, widen_config)
 
 
 @both
-@pytest.mark.parametrize(
-    "damage", [remove_shard, truncate_shard, add_shard, *FINGERPRINT, change_theta, remove_identity]
-)
+@pytest.mark.parametrize("damage", [remove_shard, truncate_shard, add_shard, *DIGEST, change_theta, remove_identity])
 def test_damaged_folder(start, damage, folder, no_memory_taken):
     text = damage(folder)
     found = refusal(start, folder)
-    if damage in FINGERPRINT:  # caught by the fingerprint; without one, by the shapes
+    if damage in DIGEST:  # caught by the digest; without one, by the shapes
         assert "was written with another config than titan.json now holds" in found
-        without_fingerprint(folder)
+        without_digest(folder)
         found = refusal(start, folder)
     assert text in found
 
 
-def without_fingerprint(folder: Path) -> None:
+def without_digest(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     for file in folder.glob("*.safetensors"):

@@ -19,9 +19,9 @@ from titan_adapters.checkpoint.folder import (
 )
 from titan_adapters.checkpoint.identity import (
     COMPANIONS,
-    FINGERPRINT,
+    CONFIG_DIGEST,
     Identity,
-    check_fingerprint,
+    check_digest,
     config_diff,
     read_identity,
     write_identity,
@@ -53,7 +53,7 @@ def load_checkpoint(
     identity = read_identity(path)
     _check_same_model(model, identity, path)
     weights = open_weights(path)
-    check_fingerprint(weights, identity.config)
+    check_digest(weights, identity.config)
     adapter = adapter_for(model, identity.names)
     expected = native_tensors(model)
     check_weights(weights, adapter, expected)
@@ -130,7 +130,7 @@ def convert_checkpoint(
     """
     identity = read_identity(source)
     weights = open_weights(source)
-    check_fingerprint(weights, identity.config)
+    check_digest(weights, identity.config)
     model = meta_model(identity.model, identity.config)
     adapter = adapter_for(model, identity.names)
     check_weights(weights, adapter, native_tensors(model))
@@ -188,7 +188,7 @@ def _write(
     with atomic_folder(path, overwrite=overwrite) as folder:
         if identity.names == "native":
             write_identity(folder, identity)
-            metadata[FINGERPRINT] = identity.config.fingerprint()
+            metadata[CONFIG_DIGEST] = identity.config.digest()
             tensors: Iterable[tuple[str, Tensor]] = native
         else:
             write_json(folder / "config.json", hf_config)

@@ -14,7 +14,7 @@ from titan_adapters.registry import find_model
 
 TITAN_JSON = "titan.json"
 FORMAT_VERSION = 1
-FINGERPRINT = "titan_fingerprint"
+CONFIG_DIGEST = "titan_config_digest"
 """Key in each shard's metadata; ties weights to the config they were written with."""
 
 # Copied along with the weights: what tokenizes, templates and stops, but no weights and no config.
@@ -74,14 +74,14 @@ def write_identity(folder: Path, identity: Identity) -> None:
     )
 
 
-def check_fingerprint(weights: WeightsFolder, config: TransformerConfig) -> None:
+def check_digest(weights: WeightsFolder, config: TransformerConfig) -> None:
     """Refuse weights that were written with another config than the one beside them."""
     for file, metadata in weights.metadata.items():
-        written_with = metadata.get(FINGERPRINT)
-        if written_with is not None and written_with != config.fingerprint():
+        written_with = metadata.get(CONFIG_DIGEST)
+        if written_with is not None and written_with != config.digest():
             raise CheckpointError(
                 f"{weights.path / file} was written with another config than {TITAN_JSON} now holds.",
-                [f"fingerprint in the file: {written_with}", f"fingerprint of the config: {config.fingerprint()}"],
+                [f"digest in the file: {written_with}", f"digest of the config: {config.digest()}"],
                 fix="restore the original titan.json, or load with that config and save again with the new one.",
             )
 

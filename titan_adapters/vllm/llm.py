@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights, read_identity, write_identity
-from titan_adapters.checkpoint.identity import check_fingerprint, config_diff
+from titan_adapters.checkpoint.identity import check_digest, config_diff
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.errors import EngineError
@@ -73,7 +73,7 @@ def engine_args(
         _check_agreement(identity, cls, config, folder)
         if load_format not in WITHOUT_WEIGHTS:
             weights = open_weights(folder)
-            check_fingerprint(weights, identity.config)
+            check_digest(weights, identity.config)
             built = meta_model(identity.model, identity.config)
             check_weights(weights, adapter_for(built, identity.names), native_tensors(built))
     return {

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights
-from titan_adapters.checkpoint.identity import check_fingerprint
+from titan_adapters.checkpoint.identity import check_digest
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import meta_model
 from titan_adapters.errors import EngineError
@@ -132,5 +132,5 @@ def check_folder(
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
     if vllm_config.load_config.load_format in ("auto", "hf", "safetensors"):
         weights = open_weights(vllm_config.model_config.model)
-        check_fingerprint(weights, config)
+        check_digest(weights, config)
         check_weights(weights, adapter, expected)
