@@ -3,8 +3,6 @@
 An emitted field is true or absent. What the engine reads each one for is said beside it (vLLM 0.26 to 0.32).
 """
 
-import json
-from pathlib import Path
 from typing import Any, Literal
 
 from titan_adapters.config import TransformerConfig
@@ -85,8 +83,3 @@ def read_hf_config(data: dict[str, Any]) -> tuple[type[BaseTransformer], Transfo
         raise ConfigError("config.json has no model_type.", fix="add the family's name, such as 'llama'.")
     cls = find_model(data["model_type"])
     return cls, cls.from_hf_config(data)
-
-
-def read_hf_folder(folder: Path) -> tuple[type[BaseTransformer], TransformerConfig]:
-    """`read_hf_config` of `folder/config.json`."""
-    return read_hf_config(json.loads((folder / "config.json").read_text()))

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -255,9 +255,3 @@ def _check_dtypes(weights: WeightsFolder, accepted: set[torch.dtype]) -> None:
 
 def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def describe(path: str | Path) -> Iterator[tuple[str, str, str, str]]:
-    """(tensor, dtype, shape, file) of every tensor, from headers alone."""
-    for name, header in open_weights(path).headers.items():
-        yield name, str(header.dtype).removeprefix("torch."), str(list(header.shape)), header.file
