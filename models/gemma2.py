@@ -28,14 +28,17 @@ class Gemma2Config(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.query_scalar**-0.5,
             window=self.windows[layer],
+            chunk=None,
+            sinks=False,
             softcap=self.attention_softcap,
             qk_norm=None,
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
+            biases="qkvo" if self.attention_bias else "",
             rope=self.rope,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:

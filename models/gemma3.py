@@ -28,14 +28,24 @@ class Gemma3Config(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.query_scalar**-0.5,
             window=self.windows[layer],
+            chunk=None,
+            sinks=False,
             softcap=None,
-            qk_norm=ta.QKNormSpec(scope="per_head", eps=self.norm_eps, offset=1.0, weight_in_fp32=True),
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
+            qk_norm=ta.QKNormSpec(
+                scope="per_head",
+                eps=self.norm_eps,
+                offset=1.0,
+                weight_in_fp32=True,
+                weight=True,
+                after_rope=False,
+            ),
+            biases="qkvo" if self.attention_bias else "",
             rope=self.rope if self.windows[layer] is None else self.local_rope,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:

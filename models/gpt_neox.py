@@ -36,14 +36,17 @@ class GPTNeoXConfig(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=None,
+            chunk=None,
+            sinks=False,
             softcap=None,
             qk_norm=None,
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
+            biases="qkvo" if self.attention_bias else "",
             rope=self.rope,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
@@ -125,10 +128,8 @@ class GPTNeoX(ta.BaseTransformer):
         v4 = {"rotary_emb_base": rope.pop("rope_theta"), "rotary_pct": rope.pop("partial_rotary_factor")}
         for key in ("head_dim", "num_key_value_heads", "rope_theta"):
             del published[key]
-        return published | rope | v4 | {
-            "use_parallel_residual": config.parallel_residual,
-            "attention_bias": config.attention_bias,
-        }  # fmt: skip
+        own = {"use_parallel_residual": config.parallel_residual, "attention_bias": config.attention_bias}
+        return published | rope | v4 | own
 
     @classmethod
     def tiny_configs(cls) -> dict[str, GPTNeoXConfig]:

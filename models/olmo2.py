@@ -19,14 +19,24 @@ class Olmo2Config(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=None,
+            chunk=None,
+            sinks=False,
             softcap=None,
-            qk_norm=ta.QKNormSpec(scope="full", eps=self.norm_eps, offset=0.0, weight_in_fp32=True),
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
+            qk_norm=ta.QKNormSpec(
+                scope="full",
+                eps=self.norm_eps,
+                offset=0.0,
+                weight_in_fp32=True,
+                weight=True,
+                after_rope=False,
+            ),
+            biases="qkvo" if self.attention_bias else "",
             rope=self.rope,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:

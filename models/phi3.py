@@ -23,14 +23,17 @@ class Phi3Config(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.windows[layer],
+            chunk=None,
+            sinks=False,
             softcap=None,
             qk_norm=None,
-            qkv_bias=False,
-            out_bias=False,
+            biases="",
             rope=self.rope,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:

@@ -21,14 +21,24 @@ class Qwen3Config(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.windows[layer],
+            chunk=None,
+            sinks=False,
             softcap=None,
-            qk_norm=ta.QKNormSpec(scope="per_head", eps=self.norm_eps, offset=0.0, weight_in_fp32=False),
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
+            qk_norm=ta.QKNormSpec(
+                scope="per_head",
+                eps=self.norm_eps,
+                offset=0.0,
+                weight_in_fp32=False,
+                weight=True,
+                after_rope=False,
+            ),
+            biases="qkvo" if self.attention_bias else "",
             rope=self.rope,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:

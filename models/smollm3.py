@@ -24,14 +24,17 @@ class SmolLM3Config(ta.TransformerConfig):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             window=self.windows[layer],
+            chunk=None,
+            sinks=False,
             softcap=None,
             qk_norm=None,
-            qkv_bias=self.attention_bias,
-            out_bias=self.attention_bias,
+            biases="qkvo" if self.attention_bias else "",
             rope=self.rope if self.rotates[layer] else None,
             temperature=None,
+            output_gate=None,
         )
 
     def feed_forward(self, layer: int) -> ta.FeedForwardSpec:

@@ -14,17 +14,19 @@ every_model = pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
 
 ROPE = dict(theta=10000.0, rotary_dim=8, layout="half", scaling=None)
 ATTENTION = dict(
-    num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, window=None, softcap=None, qk_norm=None, qkv_bias=False,
-    out_bias=False, rope=ta.RopeSpec(**ROPE), temperature=None,
+    num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, window=None, softcap=None, qk_norm=None, biases="",
+    rope=ta.RopeSpec(**ROPE), temperature=None, output_gate=None, v_head_dim=8, chunk=None,
+    sinks=False,
 )  # fmt: skip
 SCALING = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+QK_NORM = dict(scope="per_head", eps=1e-6, offset=0.0, weight_in_fp32=False, weight=True, after_rope=False)
 FEED_FORWARD = dict(hidden_dim=16, activation="silu", gated=True, bias=False)
 SPECS = [
     pytest.param(ta.RopeSpec, ROPE, id="rope"),
     pytest.param(ta.AttentionSpec, ATTENTION, id="attention"),
     pytest.param(ta.Llama3Scaling, SCALING, id="llama3"),
     pytest.param(ta.FeedForwardSpec, FEED_FORWARD, id="feed forward"),
-    pytest.param(ta.QKNormSpec, dict(scope="per_head", eps=1e-6, offset=0.0, weight_in_fp32=False), id="qk norm"),
+    pytest.param(ta.QKNormSpec, QK_NORM, id="qk norm"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_ministral3():
 def test_starcoder2():
     config = read(STARCODER2)
     spec = config.attention(0)
-    assert (spec.head_dim, spec.window, spec.qkv_bias, spec.out_bias) == (128, 4096, True, True)
+    assert (spec.head_dim, spec.window, spec.biases) == (128, 4096, "qkvo")
     assert config.norm() == ta.LayerNormSpec(eps=1e-5, bias=True)
     expected = ta.FeedForwardSpec(hidden_dim=18432, activation="gelu_tanh", gated=False, bias=True)
     assert config.feed_forward(0) == expected
@@ -161,7 +161,7 @@ def test_starcoder2():
 def test_gpt_neox():
     config = read(PYTHIA)
     spec = config.attention(0)
-    assert (spec.num_kv_heads, spec.head_dim, spec.qkv_bias, config.parallel_residual) == (8, 256, True, True)
+    assert (spec.num_kv_heads, spec.head_dim, spec.biases, config.parallel_residual) == (8, 256, "qkvo", True)
     assert spec.rope == ta.RopeSpec(theta=1e4, rotary_dim=64, layout="half", scaling=None)
     assert read(PYTHIA, rope_theta=10000.0, partial_rotary_factor=0.25) == config  # as v4 wrote it back
     v5 = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.25}
@@ -200,7 +200,14 @@ def test_phi3():
 
 def test_olmo2_and_olmo3():
     spec = read(OLMO2).attention(0)
-    assert spec.qk_norm == ta.QKNormSpec(scope="full", eps=1e-6, offset=0.0, weight_in_fp32=True)
+    assert spec.qk_norm == ta.QKNormSpec(
+        scope="full",
+        eps=1e-6,
+        offset=0.0,
+        weight_in_fp32=True,
+        weight=True,
+        after_rope=False,
+    )
     assert spec.window is None and spec.rope == ta.RopeSpec(theta=5e5, rotary_dim=128, layout="half", scaling=None)
     config = read(OLMO3)
     assert config.windows == (4096, 4096, 4096, None) * 8 and config.attention(0).rope == spec.rope
@@ -239,7 +246,14 @@ def test_gemma3():
     config = read(GEMMA3)
     assert config.windows == ((512,) * 5 + (None,)) * 4 + (512, 512)
     assert config.attention(0).rope.theta == 1e4 and config.attention(5).rope.theta == 1e6
-    assert config.attention(0).qk_norm == ta.QKNormSpec(scope="per_head", eps=1e-6, offset=1.0, weight_in_fp32=True)
+    assert config.attention(0).qk_norm == ta.QKNormSpec(
+        scope="per_head",
+        eps=1e-6,
+        offset=1.0,
+        weight_in_fp32=True,
+        weight=True,
+        after_rope=False,
+    )
     v5 = {
         "full_attention": {"rope_type": "default", "rope_theta": 1000000},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
@@ -264,7 +278,7 @@ def test_glm4():
     config = read(GLM4)
     spec = config.attention(0)
     assert spec.rope == ta.RopeSpec(theta=1e4, rotary_dim=64, layout="interleaved", scaling=None)
-    assert spec.qkv_bias and not spec.out_bias
+    assert spec.biases == "qkv"
     assert read(GLM4, "partial_rotary_factor") == config  # half is what the format takes
 
 

@@ -47,9 +47,18 @@ def test_fields_by_hand(family):
     assert config.rope == ta.RopeSpec(theta=5e5, rotary_dim=16, layout=layout, scaling=None)
     spec = config.attention(1)
     assert spec.scale == 0.25 and spec.window is None and spec.softcap is None
-    assert spec.qkv_bias == (family == "qwen2") and not spec.out_bias
+    assert spec.biases == ("qkv" if family == "qwen2" else "")
     assert spec.qk_norm == (
-        ta.QKNormSpec(scope="per_head", eps=1e-5, offset=0.0, weight_in_fp32=False) if family == "qwen3" else None
+        ta.QKNormSpec(
+            scope="per_head",
+            eps=1e-5,
+            offset=0.0,
+            weight_in_fp32=False,
+            weight=True,
+            after_rope=False,
+        )
+        if family == "qwen3"
+        else None
     )
 
 

@@ -22,7 +22,7 @@ from titan_adapters.hf_config import emit_hf_config, read_hf_config
 from titan_adapters.hf_reader import HFReader
 from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
 from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
-from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, replicate, rowwise, vocabwise
+from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, headwise, replicate, rowwise, vocabwise
 from titan_adapters.registry import get_model, list_models, register_model
 from titan_adapters.rope_spec import (
     DynamicScaling,
@@ -101,6 +101,7 @@ __all__ = [
     "feed_forward_rows",
     "gate_up_rows",
     "get_model",
+    "headwise",
     "hf_decoder_config",
     "hf_layer_types",
     "hf_one_window",

@@ -43,11 +43,21 @@ NormSpec = RMSNormSpec | LayerNormSpec
 
 
 class QKNormSpec(RMSNormSpec):
-    """RMSNorm on queries and keys, before the rotation."""
+    """RMSNorm on queries and keys."""
 
     scope: Literal["per_head", "full"]
     """per_head: statistics over one head's channels, one weight of head_dim shared by all heads. full: statistics
     over the channels of all heads together, one weight per channel."""
+    weight: bool
+    """Whether there is a learnt weight (Llama 4 has none)."""
+    after_rope: bool
+    """Whether the norm follows the rotation (Llama 4) or precedes it."""
+
+    @model_validator(mode="after")
+    def _offset_needs_weight(self) -> Self:
+        if self.offset and not self.weight:
+            raise ValueError(f"offset ({self.offset}) is added to a weight, which this norm does not have")
+        return self
 
 
 class TemperatureSpec(Spec):
@@ -67,17 +77,27 @@ class AttentionSpec(Spec):
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
+    """Channels of a query or key head."""
+    v_head_dim: int = Field(gt=0)
+    """Channels of a value head, and so of each head's output."""
     scale: float = Field(gt=0)
     """Factor on q·k before the softmax."""
     window: int | None = Field(gt=0)
     """Number of visible tokens, the current one included; None for all earlier ones."""
+    chunk: int | None = Field(gt=0)
+    """Tokens see earlier ones of their own chunk of so many positions only (Llama 4); None for no chunks."""
+    sinks: bool
+    """Whether each query head has a learnt logit that takes part in the softmax, and attends to nothing (gpt-oss)."""
     softcap: float | None = Field(gt=0)
     """Scores become `softcap * tanh(scores / softcap)`; None for no cap."""
     qk_norm: QKNormSpec | None
-    qkv_bias: bool
-    out_bias: bool
+    biases: str = Field(pattern="^q?k?v?o?$")
+    """Which projections have a bias: some of the letters q, k, v and o, in this order; empty for none."""
     rope: RopeSpec | None
     temperature: TemperatureSpec | None
+    output_gate: Literal["per_head", "per_channel"] | None
+    """Heads' outputs times `sigmoid(wg x)` before the output projection (arXiv:2505.06708), one gate per query head or
+    one per channel of each; None for no gate."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

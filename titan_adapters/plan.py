@@ -12,6 +12,7 @@ from torch import nn
 
 from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import PlanError
+from titan_adapters.nn.attention import InnerAttention
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ vocabwise = Style(
     "vocabulary rows are sharded; an embedding sums its output, a head gathers its logits",
     (nn.Embedding, nn.Linear),
 )
+headwise = Style("headwise", "parameters with one value per query head are sharded like the heads", (InnerAttention,))
 replicate = Style("replicate", "every rank holds the whole module", ())
 
 
@@ -104,7 +106,11 @@ def decoder_plan(config: TransformerConfig, extra: Mapping[str, Style] | None = 
         "norm": replicate,
         "lm_head": vocabwise,
     }
-    if any(spec.qk_norm for spec in config.attention_specs()):
+    if any(spec.output_gate for spec in config.attention_specs()):
+        rows["layers.*.attention.wg"] = colwise
+    if any(spec.sinks for spec in config.attention_specs()):
+        rows["layers.*.attention.inner_attention"] = headwise
+    if any(spec.qk_norm and spec.qk_norm.weight for spec in config.attention_specs()):
         # Per head, one weight serves all. Over all heads, statistics span ranks: an engine refuses to split those.
         rows["layers.*.attention.[qk]_norm"] = replicate
     return ParallelPlan(rows | dict(extra or {}))

@@ -13,8 +13,9 @@ from titan_adapters.nn import InnerAttention, SequenceInfo, sequence_info
 
 def attention_spec(**changes) -> ta.AttentionSpec:
     fields = dict(
-        num_heads=6, num_kv_heads=2, head_dim=8, scale=0.37, window=None, softcap=None, qk_norm=None, qkv_bias=False,
-        out_bias=False, rope=None, temperature=None,
+        num_heads=6, num_kv_heads=2, head_dim=8, scale=0.37, window=None, softcap=None, qk_norm=None, biases="",
+        rope=None, temperature=None, output_gate=None, v_head_dim=8, chunk=None,
+        sinks=False,
     )  # fmt: skip
     return ta.AttentionSpec(**(fields | changes))
 

@@ -70,7 +70,9 @@ def test_layer_norm_by_hand(bias):
 @pytest.mark.parametrize("scope", ["per_head", "full"])
 def test_qk_norm_scopes(scope):
     """Statistics over 8 channels of one head, or over all 48 of q and 16 of k, written out with other calls."""
-    attention = Attention(tiny_config(qk_norm=ta.QKNormSpec(**RMS | {"eps": 1e-6}, scope=scope)), 0)
+    attention = Attention(
+        tiny_config(qk_norm=ta.QKNormSpec(**RMS | {"eps": 1e-6}, scope=scope, weight=True, after_rope=False)), 0
+    )
     assert attention.q_norm.weight.numel() == (8 if scope == "per_head" else 48)
     assert attention.k_norm.weight.numel() == (8 if scope == "per_head" else 16)
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))

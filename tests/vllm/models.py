@@ -27,7 +27,16 @@ class Free(Llama):
 
         def attention(self, layer: int) -> ta.AttentionSpec:
             qk_norm = (
-                ta.QKNormSpec(scope="per_head", eps=1e-5, offset=0.0, weight_in_fp32=False) if self.qk_norm else None
+                ta.QKNormSpec(
+                    scope="per_head",
+                    eps=1e-5,
+                    offset=0.0,
+                    weight_in_fp32=False,
+                    weight=True,
+                    after_rope=False,
+                )
+                if self.qk_norm
+                else None
             )
             changed = {"scale": self.scale, "softcap": self.softcap, "window": self.window, "qk_norm": qk_norm}
             return super().attention(layer).model_copy(update=changed)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titan_adapters.config import LayerNormSpec, NormSpec, RMSNormSpec
+from titan_adapters.config import LayerNormSpec, NormSpec, QKNormSpec, RMSNormSpec
 
 
 class RMSNorm(nn.Module):
@@ -12,27 +12,31 @@ class RMSNorm(nn.Module):
 
     Args:
         offset: Added to the stored weight. The weight starts such that the sum is 1.
+        weight: Whether there is a weight.
         weight_in_fp32: Multiply the weight before rounding to the input's dtype, as Gemma and OLMo do. Otherwise the
             normalised value is rounded first, as in Llama's own code, in transformers and in vLLM.
     """
 
-    def __init__(self, dim: int, eps: float, *, offset: float = 0.0, weight_in_fp32: bool = False):
+    def __init__(self, dim: int, eps: float, *, offset: float = 0.0, weight_in_fp32: bool = False, weight: bool = True):
         super().__init__()
         self.eps = eps
         self.offset = offset
         self.weight_in_fp32 = weight_in_fp32
-        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset))
+        self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset)) if weight else None
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
         normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight is None:
+            return normed.to(x.dtype)
         if self.weight_in_fp32:
             weight = self.weight.float()
             return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
         return normed.to(x.dtype) * (self.weight + self.offset if self.offset else self.weight)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}, offset={self.offset}"
+        shape = "no weight" if self.weight is None else tuple(self.weight.shape)
+        return f"{shape}, eps={self.eps}, offset={self.offset}"
 
 
 class LayerNorm(nn.Module):
@@ -56,4 +60,5 @@ def make_norm(dim: int, spec: NormSpec) -> RMSNorm | LayerNorm:
     if isinstance(spec, LayerNormSpec):
         return LayerNorm(dim, spec.eps, bias=spec.bias)
     assert isinstance(spec, RMSNormSpec)
-    return RMSNorm(dim, spec.eps, offset=spec.offset, weight_in_fp32=spec.weight_in_fp32)
+    weight = not isinstance(spec, QKNormSpec) or spec.weight
+    return RMSNorm(dim, spec.eps, offset=spec.offset, weight_in_fp32=spec.weight_in_fp32, weight=weight)

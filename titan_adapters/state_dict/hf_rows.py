@@ -47,21 +47,30 @@ def attention_rows(
 
     ops = {"q": rope_layout(spec.num_heads), "k": rope_layout(spec.num_kv_heads), "v": ()}
     rows: list[Row] = []
-    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        rows += [Rename(f"{hf}.{p}_proj.{kind}", f"{native}.qkv_linear.w{p}.{kind}", *ops[p]) for p in "qkv"]
-    rows += linear_rows(f"{hf}.o_proj", f"{native}.wo", spec.out_bias)
-    if spec.qk_norm is not None:
+    for p in "qkv":
+        kinds = ("weight", "bias") if p in spec.biases else ("weight",)
+        rows += [Rename(f"{hf}.{p}_proj.{kind}", f"{native}.qkv_linear.w{p}.{kind}", *ops[p]) for kind in kinds]
+    rows += linear_rows(f"{hf}.o_proj", f"{native}.wo", "o" in spec.biases)
+    if spec.sinks:
+        rows.append(Rename(f"{hf}.sinks", f"{native}.inner_attention.sinks"))
+    if spec.output_gate is not None:
+        rows.append(Rename(f"{hf}.gate_proj.weight", f"{native}.wg.weight"))
+    if spec.qk_norm is not None and spec.qk_norm.weight:
         full = spec.qk_norm.scope == "full"
         heads = {"q": spec.num_heads if full else 1, "k": spec.num_kv_heads if full else 1}
         rows += [Rename(f"{hf}.{p}_norm.weight", f"{native}.{p}_norm.weight", *rope_layout(heads[p])) for p in "qk"]
     return rows
 
 
+SHAPING = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "biases", "sinks", "output_gate", "qk_norm")
+"""Fields of an AttentionSpec that decide which parameters a layer has, and their shapes."""
+
+
 def one_shape(config: TransformerConfig) -> AttentionSpec:
     """The first layer's spec, once all layers are known to have parameters of its shapes."""
     specs = config.attention_specs()
     for layer, spec in enumerate(specs):
-        for name in ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "out_bias", "qk_norm"):
+        for name in SHAPING:
             ours, first = getattr(spec, name), getattr(specs[0], name)
             if ours != first:
                 raise StateDictError(

@@ -16,14 +16,17 @@ HONOURED: dict[type[Spec], dict[str, str]] = {
         "num_heads": ATTENTION,
         "num_kv_heads": ATTENTION,
         "head_dim": ATTENTION,
+        "v_head_dim": ATTENTION,  # the narrower of head_dim and v_head_dim is filled up with zeros
         "scale": ATTENTION,
         "window": ATTENTION,  # per layer; counts the current token, as ours does
+        "chunk": "vLLM's ChunkedLocalAttention",
+        "sinks": ATTENTION,
         "softcap": ATTENTION,
         "qk_norm": OWN,
-        "qkv_bias": "vLLM's QKVParallelLinear",
-        "out_bias": "vLLM's RowParallelLinear",
+        "biases": "vLLM's linears",
         "rope": OWN,  # every kind: the table is ours, so are its multipliers
         "temperature": OWN,
+        "output_gate": "vLLM's ColumnParallelLinear, and the model's own module",
     },
     FeedForwardSpec: {
         "hidden_dim": "vLLM's linears",
@@ -41,7 +44,14 @@ def unhonoured(config: TransformerConfig) -> list[str]:
         for spec in (config.attention(layer), config.feed_forward(layer)):
             for name, value in _in_use(spec):
                 found.setdefault(f"{name} = {value!r}", []).append(layer)
-    return [f"{what} of layers {layers} is not honoured by vLLM's engine" for what, layers in found.items()]
+    problems = [f"{what} of layers {layers} is not honoured by vLLM's engine" for what, layers in found.items()]
+    for name in ("window", "sinks", "softcap"):
+        both = [i for i, s in enumerate(config.attention_specs()) if s.chunk is not None and getattr(s, name)]
+        if both:
+            problems.append(
+                f"chunk together with {name} of layers {both} is not honoured: vLLM's chunked layer lacks it"
+            )
+    return problems
 
 
 def _in_use(spec: Spec) -> Iterator[tuple[str, Any]]:

@@ -5,13 +5,16 @@ Shapes: T tokens of a step  D model dim  N, K query and kv heads (rank-local)  H
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -33,24 +36,40 @@ from titan_adapters.vllm.honours import unsplittable
 class EngineAttention(nn.Module):
     """`InnerAttention` over vLLM's paged KV cache. `seq` is unused: the engine knows which tokens belong together."""
 
-    def __init__(self, spec: AttentionSpec, layer: int, vllm_config: VllmConfig, prefix: str):
+    def __init__(self, spec: AttentionSpec, layer: int, vllm_config: VllmConfig, prefix: str, device: torch.device):
         super().__init__()
         tp = get_tensor_model_parallel_world_size()
-        self.heads = (spec.num_heads // tp, spec.head_dim)
-        self.attn = Attention(
-            num_heads=self.heads[0],
-            head_size=spec.head_dim,
-            scale=spec.scale,
-            num_kv_heads=max(1, spec.num_kv_heads // tp),
-            cache_config=vllm_config.cache_config,
-            logits_soft_cap=spec.softcap,
-            per_layer_sliding_window=spec.window,  # also counts the current token
+        self.v_head_dim = spec.v_head_dim
+        self.head_size = max(spec.head_dim, spec.v_head_dim)
+        options: dict[str, Any] = {
+            "num_heads": spec.num_heads // tp,
+            "head_size": self.head_size,
+            "scale": spec.scale,
+            "num_kv_heads": max(1, spec.num_kv_heads // tp),
+            "cache_config": vllm_config.cache_config,
             # vLLM finds the KV cache by the one integer in this name, the global layer index.
-            prefix=f"{prefix}layers.{layer}.attn",
-        )
+            "prefix": f"{prefix}layers.{layer}.attn",
+        }
+        self.sinks = None
+        if spec.sinks:
+            sinks = torch.full((spec.num_heads // tp,), float("nan"), device=device)
+            options["sinks"] = self.sinks = nn.Parameter(sinks, requires_grad=False)
+        self.attn: Attention
+        if spec.chunk is not None:
+            self.attn = ChunkedLocalAttention(attention_chunk_size=spec.chunk, **options)
+        else:
+            options["logits_soft_cap"] = spec.softcap
+            options["per_layer_sliding_window"] = spec.window  # also counts the current token
+            self.attn = Attention(**options)
 
-    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, seq: SequenceInfo) -> Tensor:
-        return self.attn(q_TNH.flatten(-2), k_TKH.flatten(-2), v_TKH.flatten(-2)).unflatten(-1, self.heads)
+    def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, seq: SequenceInfo) -> Tensor:
+        out = self.attn(*(self._filled(x).flatten(-2) for x in (q_TNH, k_TKH, v_TKV)))
+        return out.unflatten(-1, (-1, self.head_size))[..., : self.v_head_dim]
+
+    def _filled(self, x: Tensor) -> Tensor:
+        """Zeros change neither q·k nor the other channels of the output, and vLLM has one size for q, k and v."""
+        missing = self.head_size - x.shape[-1]
+        return F.pad(x, (0, missing)) if missing else x
 
 
 class EngineQKVLinear(nn.Module):
@@ -65,7 +84,7 @@ class EngineQKVLinear(nn.Module):
             spec.head_dim,
             spec.num_heads,
             spec.num_kv_heads,
-            bias=spec.qkv_bias,
+            bias=bool(spec.biases.removesuffix("o")),
             prefix=f"{prefix}.packed",
             return_bias=False,
         )
@@ -153,8 +172,8 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
             continue
         replacement: nn.Module | None = None
         if type(module) is InnerAttention:
-            replacement = EngineAttention(module.spec, module.layer, vllm_config, prefix)
-        elif type(module) is QKVLinear and _all(styles, path, {"wq": colwise, "wk": colwise, "wv": colwise}):
+            replacement = EngineAttention(module.spec, module.layer, vllm_config, prefix, device)
+        elif type(module) is QKVLinear and _packs_qkv(module, styles, path):
             replacement = EngineQKVLinear(module, path)
             swap.moved |= {f"{path}.w{p}": (f"{path}.packed", p) for p in "qkv"}
         elif type(module) is FeedForward and _packs_gate(module, styles, path):
@@ -183,6 +202,12 @@ def _tie_head(model: BaseTransformer) -> None:
 
 def _all(styles: dict[str, Style], path: str, wanted: dict[str, Style]) -> bool:
     return all(styles.get(f"{path}.{name}") is style for name, style in wanted.items())
+
+
+def _packs_qkv(module: QKVLinear, styles: dict[str, Style], path: str) -> bool:
+    spec = module.spec
+    alike = spec.biases.removesuffix("o") in ("", "qkv") and spec.v_head_dim == spec.head_dim
+    return alike and _all(styles, path, {"wq": colwise, "wk": colwise, "wv": colwise})
 
 
 def _packs_gate(module: FeedForward, styles: dict[str, Style], path: str) -> bool:
