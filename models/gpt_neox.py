@@ -65,7 +65,7 @@ class GPTNeoXBlock(ta.nn.PreNormBlock):
         """[..., D] -> [..., D]."""
         if not self.parallel_residual:
             return super().forward(x, seq)
-        return self.feed_forward(self.ffn_norm(x)) + self.attention(self.attention_norm(x), seq) + x
+        return self.ffn(self.ffn_norm(x)) + self.attention(self.attention_norm(x), seq) + x
 
 
 class GPTNeoX(ta.BaseTransformer):

@@ -64,7 +64,7 @@ class GraniteBlock(ta.nn.PreNormBlock):
     def forward(self, x: Tensor, seq: ta.nn.SequenceInfo) -> Tensor:
         """[..., D] -> [..., D]."""
         x = x + self.attention(self.attention_norm(x), seq) * self.multiplier
-        return x + self.feed_forward(self.ffn_norm(x)) * self.multiplier
+        return x + self.ffn(self.ffn_norm(x)) * self.multiplier
 
 
 class Granite(ta.BaseTransformer):

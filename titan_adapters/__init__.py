@@ -7,7 +7,6 @@ from titan_adapters import nn
 from titan_adapters.checkpoint import load_checkpoint, load_model, save_checkpoint
 from titan_adapters.config import (
     AttentionSpec,
-    FeedForwardSpec,
     LayerNormSpec,
     NormSpec,
     PerLayer,
@@ -22,7 +21,24 @@ from titan_adapters.hf_config import emit_hf_config, read_hf_config
 from titan_adapters.hf_reader import HFReader
 from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
 from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
-from titan_adapters.plan import ParallelPlan, Style, colwise, decoder_plan, headwise, replicate, rowwise, vocabwise
+from titan_adapters.moe_spec import (
+    ClampedSwiGLU,
+    ExpertGroupsSpec,
+    FeedForwardSpec,
+    MoESpec,
+    SharedExpertsSpec,
+)
+from titan_adapters.plan import (
+    ParallelPlan,
+    Style,
+    colwise,
+    decoder_plan,
+    expertwise,
+    headwise,
+    replicate,
+    rowwise,
+    vocabwise,
+)
 from titan_adapters.registry import get_model, list_models, register_model
 from titan_adapters.rope_spec import (
     DynamicScaling,
@@ -63,9 +79,11 @@ __all__ = [
     "AttentionSpec",
     "BaseTransformer",
     "Cast",
+    "ClampedSwiGLU",
     "Concat",
     "Drop",
     "DynamicScaling",
+    "ExpertGroupsSpec",
     "FeedForwardSpec",
     "FusedQKV",
     "HFReader",
@@ -73,6 +91,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "MoESpec",
     "NormSpec",
     "ParallelPlan",
     "PerLayer",
@@ -83,6 +102,7 @@ __all__ = [
     "Rename",
     "RopeScaling",
     "RopeSpec",
+    "SharedExpertsSpec",
     "Split",
     "Stack",
     "StateDictAdapter",
@@ -98,6 +118,7 @@ __all__ = [
     "decoder_plan",
     "decoder_rows",
     "emit_hf_config",
+    "expertwise",
     "feed_forward_rows",
     "gate_up_rows",
     "get_model",

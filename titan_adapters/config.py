@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from titan_adapters.errors import ConfigError
+from titan_adapters.moe_spec import FeedForwardSpec, MoESpec
 from titan_adapters.rope_spec import RopeSpec
 from titan_adapters.spec import Spec
 
@@ -108,15 +109,6 @@ class AttentionSpec(Spec):
         return self
 
 
-class FeedForwardSpec(Spec):
-    """A dense feed-forward layer: `w2(act(w1 x) * w3 x)` if gated, else `w2(act(w1 x))`."""
-
-    hidden_dim: int = Field(gt=0)
-    activation: Literal["silu", "gelu", "gelu_tanh"]
-    gated: bool
-    bias: bool
-
-
 class TransformerConfig(Spec):
     """Base of every model's config. Subclasses add fields and answer `attention`, `feed_forward` and `norm`.
 
@@ -147,8 +139,8 @@ class TransformerConfig(Spec):
         """What attention of layer `layer` (0-based, global) computes."""
         raise NotImplementedError(f"{type(self).__qualname__}.attention(layer)")
 
-    def feed_forward(self, layer: int) -> FeedForwardSpec:
-        """What the feed-forward part of layer `layer` (0-based, global) computes."""
+    def feed_forward(self, layer: int) -> FeedForwardSpec | MoESpec:
+        """What the feed-forward part of layer `layer` (0-based, global) computes, dense or a mixture of experts."""
         raise NotImplementedError(f"{type(self).__qualname__}.feed_forward(layer)")
 
     def norm(self) -> NormSpec:
@@ -157,6 +149,16 @@ class TransformerConfig(Spec):
 
     def attention_specs(self) -> list[AttentionSpec]:
         return [self.attention(layer) for layer in range(self.num_layers)]
+
+    def moe_specs(self) -> dict[int, MoESpec]:
+        """Specs of the layers that are mixtures of experts, by layer."""
+        specs = {layer: self.feed_forward(layer) for layer in range(self.num_layers)}
+        return {layer: spec for layer, spec in specs.items() if isinstance(spec, MoESpec)}
+
+    def dense_specs(self) -> dict[int, FeedForwardSpec]:
+        """Specs of the layers that have a dense feed-forward part, by layer."""
+        specs = {layer: self.feed_forward(layer) for layer in range(self.num_layers)}
+        return {layer: spec for layer, spec in specs.items() if isinstance(spec, FeedForwardSpec)}
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

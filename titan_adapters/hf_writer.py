@@ -55,7 +55,7 @@ def hf_decoder_config(
     config: TransformerConfig, architecture: str, model_type: str, norm_eps: str = "rms_norm_eps"
 ) -> dict[str, Any]:
     """The inverse of `HFReader.decoder_fields`, for layers that are all alike (windows are the family's own)."""
-    spec, hidden_dim = config.attention(0), config.feed_forward(0).hidden_dim
+    spec, dense = config.attention(0), next(iter(config.dense_specs().values()), None)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -68,9 +68,8 @@ def hf_decoder_config(
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "intermediate_size": hidden_dim,
         "pad_token_id": None,  # stock defaults exceed small vocabularies, where an embedding refuses them
-        "hidden_act": HIDDEN_ACT[config.feed_forward(0).activation],
+        **({"intermediate_size": dense.hidden_dim, "hidden_act": HIDDEN_ACT[dense.activation]} if dense else {}),
         **hf_dtype(config.dtype),
         **(hf_rope(spec.rope, config.max_seq_len) if spec.rope else {}),
     }

@@ -13,6 +13,7 @@ from torch import nn
 from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import PlanError
 from titan_adapters.nn.attention import InnerAttention
+from titan_adapters.nn.moe import InnerExperts
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ vocabwise = Style(
     (nn.Embedding, nn.Linear),
 )
 headwise = Style("headwise", "parameters with one value per query head are sharded like the heads", (InnerAttention,))
+expertwise = Style(
+    "expertwise",
+    "experts are sharded: each one's width under tensor parallelism, whole experts under expert parallelism",
+    (InnerExperts,),
+)
 replicate = Style("replicate", "every rank holds the whole module", ())
 
 
@@ -95,17 +101,32 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def decoder_plan(config: TransformerConfig, extra: Mapping[str, Style] | None = None) -> ParallelPlan:
-    """The plan of a decoder made of `nn.Attention`, `nn.FeedForward` and norms named `*_norm`, plus `extra` rows."""
+    """The plan of a decoder made of `nn.Attention`, `nn.FeedForward`, `nn.MoE` and norms named `*_norm`.
+
+    Args:
+        extra: Further rows.
+    """
     rows = {
         "tok_embeddings": vocabwise,
         "layers.*.attention.qkv_linear.w[qkv]": colwise,
         "layers.*.attention.wo": rowwise,
-        "layers.*.feed_forward.w[13]": colwise,
-        "layers.*.feed_forward.w2": rowwise,
         "layers.*.*_norm": replicate,
         "norm": replicate,
         "lm_head": vocabwise,
     }
+    if dense := config.dense_specs().values():
+        rows["layers.*.feed_forward.w1"] = colwise
+        rows["layers.*.feed_forward.w2"] = rowwise
+        if any(spec.gated for spec in dense):
+            rows["layers.*.feed_forward.w3"] = colwise
+    if moe := config.moe_specs().values():
+        rows["layers.*.moe.router.gate"] = replicate
+        rows["layers.*.moe.experts"] = expertwise
+        if any(spec.shared for spec in moe):
+            rows["layers.*.moe.shared_experts.w[13]"] = colwise
+            rows["layers.*.moe.shared_experts.w2"] = rowwise
+        if any(spec.shared and spec.shared.output_gate for spec in moe):
+            rows["layers.*.moe.shared_gate"] = replicate
     if any(spec.output_gate for spec in config.attention_specs()):
         rows["layers.*.attention.wg"] = colwise
     if any(spec.sinks for spec in config.attention_specs()):

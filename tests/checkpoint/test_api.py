@@ -88,8 +88,8 @@ def test_narrowing_is_refused_unless_asked(saved, dtype):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     refusal(
         lambda: ta.load_checkpoint(model, saved),
-        f"Storing these weights in {dtype} would round them.",
-        "norm.weight is torch.float32",
+        "Storing these weights would round them.",
+        f"layers.0.attention_norm.weight is torch.float32, which {dtype} would round",
         "cast=True",
     )
     assert_bitwise_equal(model.state_dict(), before)

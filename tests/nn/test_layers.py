@@ -114,7 +114,7 @@ def test_feed_forward_by_hand(activation, by_hand, gated):
     config = Config(
         dim=1, num_layers=1, vocab_size=1, max_seq_len=1, norm_eps=1e-6, tied_embeddings=False, dtype="float32"
     )
-    layer = FeedForward(config, 0)
+    layer = FeedForward(config.dim, config.feed_forward(0))
     values = {"w1": (2.0, 1.0), "w2": (0.25, 7.0), "w3": (-3.0, 0.5)}
     assert sorted(name for name, _ in layer.named_children()) == (["w1", "w2", "w3"] if gated else ["w1", "w2"])
     with torch.no_grad():

@@ -109,7 +109,7 @@ def test_temperature_by_hand():
 
 
 @pytest.mark.parametrize(("block", "norms"), [
-    (SandwichNormBlock, ("attention_norm", "post_attention_norm", "ffn_norm", "post_ffn_norm")),
+    (SandwichNormBlock, ("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm")),
     (PostNormBlock, ("attention_norm", "ffn_norm")),
 ])  # fmt: skip
 def test_where_blocks_put_their_norms(block, norms):

@@ -77,7 +77,7 @@ class OwnParts(Llama):
         def __init__(self, config: ta.TransformerConfig, layer: int):
             super().__init__(config, layer)
             self.attention.qkv_linear = TwiceValue(config.dim, config.attention(layer))
-            self.feed_forward = Residual(config, layer)
+            self.feed_forward = Residual(config.dim, config.feed_forward(layer))
 
 
 class ReplicatedOutput(Llama):

@@ -26,6 +26,7 @@ from titan_adapters.checkpoint.identity import (
     read_identity,
     write_identity,
 )
+from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.errors import CheckpointError, StateDictError
 from titan_adapters.state_dict import StateDictAdapter, native_adapter, native_tensors
@@ -56,9 +57,9 @@ def load_checkpoint(
     check_digest(weights, identity.config)
     adapter = adapter_for(model, identity.names)
     expected = native_tensors(model)
-    check_weights(weights, adapter, expected)
+    produced = check_weights(weights, adapter, expected)
     if not cast:
-        _check_dtypes(weights, {tensor.dtype for tensor in expected.values()})
+        _check_dtypes(produced, {name: tensor.dtype for name, tensor in expected.items()})
     if any(tensor.is_meta for tensor in expected.values()):
         model.to_empty(device="cpu")
     targets = native_tensors(model)
@@ -101,15 +102,15 @@ def save_checkpoint(
     """
     config = model.config
     tensors = native_tensors(model)
-    wanted = getattr(torch, config.dtype)
-    wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.is_floating_point() and t.dtype != wanted]
+    wanted = stored_dtypes(type(model), config)
+    wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != wanted[name]]
     if wrong and not cast:
         raise CheckpointError(
             f"The config says {config.dtype}, but the model holds other dtypes.",
             wrong,
             fix="pass cast=True to convert on the way, or change config.dtype.",
         )
-    rows = ((name, _to(tensor, wanted)) for name, tensor in tensors.items())
+    rows = ((name, tensor.to(wanted[name])) for name, tensor in tensors.items())
     _write(path, Identity(type(model), config, format), rows, companions, overwrite, max_shard_bytes)
 
 
@@ -133,27 +134,35 @@ def convert_checkpoint(
     check_digest(weights, identity.config)
     model = meta_model(identity.model, identity.config)
     adapter = adapter_for(model, identity.names)
-    check_weights(weights, adapter, native_tensors(model))
+    produced = check_weights(weights, adapter, native_tensors(model))
     config = identity.config
-    if dtype is None:
-        _check_dtypes(weights, {getattr(torch, config.dtype)})
-    else:
+    if dtype is not None:
         config = type(config).from_json(config.to_json() | {"dtype": dtype})
-    stored = getattr(torch, config.dtype)
+    stored = stored_dtypes(identity.model, config)
+    if dtype is None:
+        _check_dtypes(produced, stored)
     native = adapter.session("to_native").convert(weights.tensors(progress), partial=False)
-    rows = ((name, _to(tensor, stored)) for name, tensor in native)
+    rows = ((name, tensor.to(stored[name])) for name, tensor in native)
     result = Identity(identity.model, config, format)
     _write(target, result, rows, source, overwrite, max_shard_bytes)
     return result
 
 
-def check_weights(weights: WeightsFolder, adapter: StateDictAdapter, expected: dict[str, Tensor]) -> None:
+def stored_dtypes(model: type[BaseTransformer], config: TransformerConfig) -> dict[str, torch.dtype]:
+    """What checkpoints hold each native tensor in: the config's dtype, but for what a module keeps in fp32."""
+    native = native_tensors(meta_model(model, config).to(getattr(torch, config.dtype)))
+    return {name: tensor.dtype for name, tensor in native.items()}
+
+
+def check_weights(weights: WeightsFolder, adapter: StateDictAdapter, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a load will succeed: names and shapes from headers, and whether tied tensors are equal.
+
+    Returns what it will produce: native names and meta tensors.
 
     Raises:
         StateDictError: lists everything that does not fit. Nothing has been written then.
     """
-    adapter.check(weights.meta_tensors(), expected)
+    produced = adapter.check(weights.meta_tensors(), expected)
     both = [pair for pair in adapter.ties() if set(pair) <= set(weights.headers)]
     different = [
         f"{alias} differs from {of}, but the config says that they are tied"
@@ -166,6 +175,7 @@ def check_weights(weights: WeightsFolder, adapter: StateDictAdapter, expected: d
             different,
             fix="set tied_embeddings=False to keep both, or remove the one that is not wanted.",
         )
+    return produced
 
 
 def adapter_for(model: BaseTransformer, names: Format) -> StateDictAdapter:
@@ -238,20 +248,15 @@ def _check_same_model(model: BaseTransformer, identity: Identity, path: str | Pa
         )
 
 
-def _check_dtypes(weights: WeightsFolder, accepted: set[torch.dtype]) -> None:
+def _check_dtypes(produced: dict[str, Tensor], wanted: dict[str, torch.dtype]) -> None:
     narrowed = [
-        f"{name} is {header.dtype}"
-        for name, header in weights.headers.items()
-        if header.dtype.is_floating_point and not any(torch.promote_types(header.dtype, to) == to for to in accepted)
+        f"{name} is {tensor.dtype}, which {wanted[name]} would round"
+        for name, tensor in produced.items()
+        if torch.promote_types(tensor.dtype, wanted[name]) != wanted[name]
     ]
     if narrowed:
-        wanted = ", ".join(sorted(str(dtype) for dtype in accepted))
         raise CheckpointError(
-            f"Storing these weights in {wanted} would round them.",
+            "Storing these weights would round them.",
             narrowed,
             fix="ask for it: cast=True when loading, dtype= (--dtype) when converting.",
         )
-
-
-def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -6,7 +6,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titan_adapters.config import FeedForwardSpec, TransformerConfig
+from titan_adapters.moe_spec import FeedForwardSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -18,13 +18,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     """`w2(act(w1 x) * w3 x)` if gated, else `w2(act(w1 x))`. An engine packs w1 and w3 into one matmul."""
 
-    def __init__(self, config: TransformerConfig, layer: int):
+    def __init__(self, dim: int, spec: FeedForwardSpec):
         super().__init__()
-        self.spec: FeedForwardSpec = config.feed_forward(layer)
-        hidden_dim, bias = self.spec.hidden_dim, self.spec.bias
-        self.w1 = nn.Linear(config.dim, hidden_dim, bias=bias)
-        self.w2 = nn.Linear(hidden_dim, config.dim, bias=bias)
-        self.w3 = nn.Linear(config.dim, hidden_dim, bias=bias) if self.spec.gated else None
+        self.spec = spec
+        self.w1 = nn.Linear(dim, spec.hidden_dim, bias=spec.bias)
+        self.w2 = nn.Linear(spec.hidden_dim, dim, bias=spec.bias)
+        self.w3 = nn.Linear(dim, spec.hidden_dim, bias=spec.bias) if spec.gated else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""

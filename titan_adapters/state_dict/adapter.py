@@ -57,8 +57,10 @@ class StateDictAdapter:
         """Pairs of checkpoint names that must hold the same tensor, if both are there."""
         return [(b.row.hf, b.row.hf_of) for b in self.bindings if isinstance(b.row, Tie)]
 
-    def check(self, available: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    def check(self, available: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert meta tensors and compare with `expected` native shapes, before any data is read.
+
+        Returns what a load will produce: native names and meta tensors.
 
         Args:
             available: Checkpoint names and meta tensors.
@@ -90,6 +92,7 @@ class StateDictAdapter:
                 problems,
                 fix="check that the config belongs to these weights; name knowingly unused tensors in a ta.Drop row.",
             )
+        return produced
 
 
 class Session:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from titan_adapters.config import AttentionSpec, LayerNormSpec, TransformerConfig
 from titan_adapters.errors import StateDictError
+from titan_adapters.moe_spec import FeedForwardSpec
 from titan_adapters.state_dict.ops import Op, Permute
 from titan_adapters.state_dict.rows import Rename, Row, Split, Tie
 
@@ -91,16 +92,21 @@ def norm_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
     return linear_rows(hf, native, isinstance(spec, LayerNormSpec) and spec.bias)
 
 
+def first_dense(config: TransformerConfig) -> FeedForwardSpec:
+    """The spec of the first layer that has a dense feed-forward part."""
+    return next(iter(config.dense_specs().values()))
+
+
 def feed_forward_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
-    """gate_proj, up_proj and down_proj as w1, w3 and w2."""
+    """gate_proj, up_proj and down_proj of dense layers as w1, w3 and w2."""
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    bias = config.feed_forward(0).bias
+    bias = first_dense(config).bias
     return [row for theirs, ours in names.items() for row in linear_rows(f"{hf}.{theirs}", f"{native}.{ours}", bias)]
 
 
 def gate_up_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
     """gate_up_proj, which is w1 above w3, and down_proj; no biases."""
-    sizes = [config.feed_forward(0).hidden_dim] * 2
+    sizes = [first_dense(config).hidden_dim] * 2
     return [
         Split(f"{hf}.gate_up_proj.weight", [f"{native}.w1.weight", f"{native}.w3.weight"], sizes=sizes),
         Rename(f"{hf}.down_proj.weight", f"{native}.w2.weight"),

@@ -1,0 +1,177 @@
+"""Mixture of experts: router, experts, shared experts, and the block that authors compose. Engines replace `MoE`.
+
+Shapes: ... leading dims ([B, S] or [T])  T tokens  D model dim  E experts  K chosen experts per token  F expert width.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titan_adapters.moe_spec import ClampedSwiGLU, MoESpec
+from titan_adapters.nn.feed_forward import ACTIVATIONS, FeedForward
+from titan_adapters.nn.routing import choose_experts
+
+
+class Routing(NamedTuple):
+    """Where each token goes."""
+
+    logits: Tensor
+    """fp32 [T, E], before any bias."""
+    experts: Tensor
+    """int64 [T, K]: indices of the chosen experts, in no particular order."""
+    weights: Tensor
+    """fp32 [T, K]: what the experts' results (or inputs) are multiplied by."""
+
+
+class Router(nn.Module):
+    """Chooses `spec.top_k` experts per token.
+
+    Args:
+        layer: 0-based global layer index, by which recorded routings are found.
+    """
+
+    def __init__(self, dim: int, spec: MoESpec, layer: int):
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        self.gate = nn.Linear(dim, spec.num_experts, bias=spec.router_bias)
+        self.correction_bias: Tensor | None
+        bias = torch.zeros(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
+        self.register_buffer("correction_bias", bias)
+        self.replayed: Tensor | None = None
+        """int64 [T, K]: experts to use instead of choosing; set by `ta.nn.replay_routing`."""
+
+    def _apply(self, fn, recurse=True):
+        kept = self.correction_bias
+        super()._apply(fn, recurse)
+        if kept is not None and self.correction_bias is not None and self.correction_bias.dtype != torch.float32:
+            self.correction_bias = kept.to(self.correction_bias.device)  # `.to(bfloat16)` must not round it
+        return self
+
+    def forward(self, x: Tensor) -> Routing:
+        """[T, D] -> logits [T, E], and the chosen experts and their weights [T, K]."""
+        logits = self.logits(x)
+        experts, weights = choose_experts(self.spec, logits, self.correction_bias, self.replayed)
+        return Routing(logits, experts, weights)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, D] -> fp32 [T, E]."""
+        if self.spec.router_dtype == "model":
+            return self.gate(x).float()
+        bias = None if self.gate.bias is None else self.gate.bias.float()
+        return F.linear(x.float(), self.gate.weight.float(), bias)
+
+
+class InnerExperts(nn.Module):
+    """The experts' weights and what they compute. Engines replace this module.
+
+    `kernel` says how: "loop", one expert after the other, is the definition; "grouped" is one grouped matmul per
+    projection, for training speed, with gradients.
+    """
+
+    def __init__(self, dim: int, spec: MoESpec):
+        super().__init__()
+        self.spec = spec
+        self.kernel: Literal["loop", "grouped"] = "loop"
+        num_experts, hidden_dim = spec.num_experts, spec.hidden_dim
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim)) if spec.gated else None
+        self.b1 = nn.Parameter(torch.empty(num_experts, hidden_dim)) if spec.bias else None
+        self.b2 = nn.Parameter(torch.empty(num_experts, dim)) if spec.bias else None
+        self.b3 = nn.Parameter(torch.empty(num_experts, hidden_dim)) if spec.bias and spec.gated else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as nn.Linear starts: uniform within one over the square root of its inputs."""
+        for weight, bias in ((self.w1, self.b1), (self.w2, self.b2), (self.w3, self.b3)):
+            if weight is not None:
+                bound = weight.shape[-1] ** -0.5
+                nn.init.uniform_(weight, -bound, bound)
+                if bias is not None:
+                    nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """Sum of the chosen experts' results, times their weights: [T, D] -> [T, D], summed in fp32."""
+        experts = self._loop if self.kernel == "loop" else self._grouped
+        return experts(x, routing).to(x.dtype)
+
+    def _loop(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
+        for expert in range(self.spec.num_experts):
+            tokens, slots = torch.where(routing.experts == expert)
+            weights = routing.weights[tokens, slots, None]
+            hidden = x_TD[tokens] if self.spec.weighs == "output" else (x_TD[tokens] * weights).to(x_TD.dtype)
+            hidden = F.linear(self._act(hidden, expert), self.w2[expert], None if self.b2 is None else self.b2[expert])
+            out_TD = out_TD.index_add(0, tokens, hidden * weights if self.spec.weighs == "output" else hidden.float())
+        return out_TD
+
+    def _act(self, x: Tensor, expert: int) -> Tensor:
+        gate = F.linear(x, self.w1[expert], None if self.b1 is None else self.b1[expert])
+        up = None
+        if self.w3 is not None:
+            up = F.linear(x, self.w3[expert], None if self.b3 is None else self.b3[expert])
+        return activate(self.spec, gate, up)
+
+    def _grouped(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """Tokens sorted by expert (R = T * K rows), one grouped matmul per projection. No sync with the host."""
+        num_chosen = self.spec.top_k
+        order = routing.experts.flatten().argsort(stable=True)
+        expert_R = routing.experts.flatten()[order]
+        token_R, weight_R1 = order // num_chosen, routing.weights.flatten()[order, None]
+        counts = F.one_hot(expert_R, self.spec.num_experts).sum(0)
+        ends_E = counts.cumsum(0).to(torch.int32)
+        rows = x_TD[token_R]
+        if self.spec.weighs == "input":
+            rows = (rows * weight_R1).to(x_TD.dtype)
+
+        def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            rows = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends_E)
+            return rows if bias is None else rows + bias[expert_R]
+
+        up = None if self.w3 is None else project(rows, self.w3, self.b3)
+        rows = project(activate(self.spec, project(rows, self.w1, self.b1), up), self.w2, self.b2)
+        rows = rows * weight_R1 if self.spec.weighs == "output" else rows.float()
+        return torch.zeros_like(x_TD, dtype=torch.float32).index_add(0, token_R, rows)
+
+
+def activate(spec: MoESpec, gate: Tensor, up: Tensor | None) -> Tensor:
+    """`act(gate) * up`, or `act(gate)` of ungated experts."""
+    if isinstance(spec.activation, ClampedSwiGLU):
+        assert up is not None
+        limit = spec.activation.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * spec.activation.alpha))
+    hidden = ACTIVATIONS[spec.activation](gate)
+    return hidden if up is None else hidden * up
+
+
+class MoE(nn.Module):
+    """The chosen experts' sum, plus what the shared experts give.
+
+    Args:
+        layer: 0-based global layer index.
+    """
+
+    def __init__(self, dim: int, spec: MoESpec, layer: int):
+        super().__init__()
+        self.spec = spec
+        self.router = Router(dim, spec, layer)
+        self.experts = InnerExperts(dim, spec)
+        self.shared_experts = self.shared_gate = None
+        if spec.shared is not None:
+            self.shared_experts = FeedForward(dim, spec.shared.feed_forward)
+            self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared.output_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        out_TD = self.experts(x_TD, self.router(x_TD))
+        if self.shared_experts is not None:
+            shared_TD = self.shared_experts(x_TD)
+            if self.shared_gate is not None:
+                shared_TD = shared_TD * self.shared_gate(x_TD).sigmoid()
+            out_TD = out_TD + shared_TD
+        return out_TD.view(x.shape)
