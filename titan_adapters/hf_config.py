@@ -14,6 +14,9 @@ from titan_adapters.registry import find_model, get_model, import_path
 ARCHITECTURE = "TitanForCausalLM"
 """Engine class that serves every model of this capability class."""
 
+NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Engines look for the number of experts under several names, and take a model without any for a dense one."""
+
 Names = Literal["native", "hf"]
 
 
@@ -56,6 +59,11 @@ def emit_hf_config(
         # Without layer_types an engine applies sliding_window to every layer, so the two are emitted together.
         emitted["sliding_window"] = _one("window", [w for w in windows if w is not None])
         emitted["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    if moe := config.moe_specs():
+        num_experts = _one("num_experts", [spec.num_experts for spec in moe.values()])
+        emitted |= dict.fromkeys(NUM_EXPERTS, num_experts)
+        # Width of the buffer for recorded routings, and metrics.
+        emitted["num_experts_per_tok"] = max(spec.top_k for spec in moe.values())
     softcaps = {s.softcap for s in specs if s.softcap is not None}
     if softcaps:
         emitted["attn_logit_softcapping"] = max(softcaps)  # selects a kernel that can cap

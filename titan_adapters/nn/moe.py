@@ -121,8 +121,8 @@ class InnerExperts(nn.Module):
         order = routing.experts.flatten().argsort(stable=True)
         expert_R = routing.experts.flatten()[order]
         token_R, weight_R1 = order // num_chosen, routing.weights.flatten()[order, None]
-        counts = F.one_hot(expert_R, self.spec.num_experts).sum(0)
-        ends_E = counts.cumsum(0).to(torch.int32)
+        experts_E = torch.arange(self.spec.num_experts, device=x_TD.device)
+        ends_E = torch.searchsorted(expert_R, experts_E, right=True, out_int32=True)
         rows = x_TD[token_R]
         if self.spec.weighs == "input":
             rows = (rows * weight_R1).to(x_TD.dtype)

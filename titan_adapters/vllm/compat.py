@@ -1,5 +1,7 @@
 """What differs between the supported vLLM versions (0.26 to 0.32), in one place."""
 
+from typing import Any
+
 from torch import nn
 
 from titan_adapters.config import TransformerConfig
@@ -36,5 +38,18 @@ def multiprocess_engine() -> bool:
 
 
 def keeps_packed_copy(module: nn.Module) -> bool:
-    """Whether `module` computes with a repacked copy of its weight; on the CPU, vLLM makes one after loading."""
+    """Whether `module` computes with repacked weights: on the CPU linears, everywhere fused experts, after loading."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    if isinstance(module, RoutedExperts):
+        return module.quant_method.moe_kernel is not None
     return hasattr(module, "cpu_linear")
+
+
+def fused_moe(**options: Any) -> nn.Module:
+    """vLLM's fused experts with their routing; called as `runner(x [T, D], router_logits)`."""
+    from vllm.model_executor.layers.fused_moe import layer
+
+    # Renamed in 0.32.
+    factory = vars(layer).get("FusedMoEFactory") or vars(layer)["FusedMoE"]
+    return factory(**options)

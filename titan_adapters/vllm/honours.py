@@ -6,10 +6,13 @@ So a field that is added to a spec is refused until somebody has looked after it
 from collections.abc import Iterator
 from typing import Any
 
-from titan_adapters.config import AttentionSpec, FeedForwardSpec, TransformerConfig
+from titan_adapters.config import AttentionSpec, TransformerConfig
+from titan_adapters.moe_spec import FeedForwardSpec, MoESpec
 from titan_adapters.spec import Spec
 
 ATTENTION, OWN = "vLLM's attention", "the model's own module"
+EXPERTS = "vLLM's fused experts, or the model's own"
+ROUTER = "vLLM's router, or the model's own"
 
 HONOURED: dict[type[Spec], dict[str, str]] = {
     AttentionSpec: {
@@ -27,6 +30,23 @@ HONOURED: dict[type[Spec], dict[str, str]] = {
         "rope": OWN,  # every kind: the table is ours, so are its multipliers
         "temperature": OWN,
         "output_gate": "vLLM's ColumnParallelLinear, and the model's own module",
+    },
+    MoESpec: {
+        "num_experts": EXPERTS,
+        "top_k": ROUTER,
+        "hidden_dim": EXPERTS,
+        "score": ROUTER,
+        "renormalize": ROUTER,
+        "scaling_factor": ROUTER,
+        "groups": ROUTER,
+        "correction_bias": ROUTER,
+        "weighs": EXPERTS,
+        "router_dtype": OWN,
+        "router_bias": OWN,
+        "activation": EXPERTS,
+        "gated": EXPERTS,
+        "bias": EXPERTS,
+        "shared": "vLLM's linears",
     },
     FeedForwardSpec: {
         "hidden_dim": "vLLM's linears",

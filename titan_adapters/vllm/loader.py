@@ -12,7 +12,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import keeps_packed_copy
-from titan_adapters.vllm.layers import Swap
+from titan_adapters.vllm.moe import ExpertShard, write_experts
+from titan_adapters.vllm.swap import Shard, Swap
 
 logger = init_logger("vllm.titan_adapters")
 
@@ -100,7 +101,7 @@ class WeightWriter:
             for target in {id(state[n]): n for n in (alias, name)}.values():
                 if not reloading:
                     self._check_changeable(target.rpartition(".")[0])
-                _write_one(state[target], self._held[part], shard)
+                _write_one(state[target], target, self._held[part], shard)
             del self._held[part]
             self.unwritten.discard(part)
             written.add(name)
@@ -114,7 +115,10 @@ class WeightWriter:
             )
 
 
-def _write_one(parameter: Tensor, tensor: Tensor, shard: str | int | None) -> None:
+def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> None:
+    if isinstance(shard, ExpertShard):
+        write_experts(parameter, name, tensor, shard)
+        return
     loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
     if shard is None:
         loader(parameter, tensor)

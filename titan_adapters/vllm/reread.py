@@ -33,7 +33,7 @@ def facts(config: TransformerConfig) -> dict[str, Any]:
         "hidden_size": config.dim,
         "max_model_len": config.max_seq_len,
         "dtype": f"torch.{config.dtype}",
-        "num_experts": 0,
+        "num_experts": max((spec.num_experts for spec in config.moe_specs().values()), default=0),
         # The one window that vLLM would give to every layer: only right if every layer has it.
         "model_window": windows[0] if len(set(windows)) == 1 else None,
         "windowed_layers": [layer for layer, window in enumerate(windows) if window is not None],

@@ -16,8 +16,8 @@ from titan_adapters.errors import EngineError
 from titan_adapters.nn import SequenceInfo
 from titan_adapters.registry import find_model, import_path
 from titan_adapters.state_dict import StateDictAdapter, native_tensors
-from titan_adapters.vllm.layers import swap_modules
 from titan_adapters.vllm.loader import WeightWriter
+from titan_adapters.vllm.swap import swap_modules
 
 logger = init_logger("vllm.titan_adapters")
 

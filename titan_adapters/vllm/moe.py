@@ -1,0 +1,207 @@
+"""Mixtures of experts in the engine: vLLM's fused kernels where they compute the same function, else the torch path.
+
+Shapes: T tokens of a step  D model dim  E experts  K chosen experts per token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.platforms import current_platform
+
+from titan_adapters.errors import EngineError
+from titan_adapters.moe_spec import ClampedSwiGLU, MoESpec
+from titan_adapters.nn import InnerExperts, MoE, Routing, choose_experts
+from titan_adapters.vllm.compat import fused_moe
+
+Path = Literal["auto", "fused", "torch"]
+Projection = Literal["w1", "w2", "w3"]
+OPTION = "titan_experts"
+"""Key of vLLM's `additional_config`: "auto", "fused" (refuse what has no fused kernel) or "torch"."""
+
+GPT_OSS = ClampedSwiGLU(alpha=1.702, limit=7.0)
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """Which projection of a fused parameter a native tensor [E, ...] is; it is written expert by expert."""
+
+    projection: Projection
+
+
+def requested_path(vllm_config: VllmConfig) -> Path:
+    """What the user asked for in `additional_config`."""
+    given = vllm_config.additional_config
+    path = given.get(OPTION, "auto") if isinstance(given, dict) else "auto"
+    if path not in get_args(Path):
+        raise EngineError(f"additional_config[{OPTION!r}] is {path!r}.", fix=f"use one of {', '.join(get_args(Path))}.")
+    return cast(Path, path)
+
+
+def native_routing(spec: MoESpec) -> dict[str, Any] | None:
+    """Arguments with which vLLM's own router computes `spec`; None if it has none that does."""
+    deepseek = spec.groups is None or spec.groups.score == ("top2_sum" if spec.correction_bias else "max")
+    if spec.score == "sigmoid" and spec.correction_bias and deepseek:
+        groups = (1, 1) if spec.groups is None else (spec.groups.num_groups, spec.groups.top_groups)
+        return {
+            "use_grouped_topk": True,
+            "num_expert_group": groups[0],
+            "topk_group": groups[1],
+            "scoring_func": "sigmoid",
+            "renormalize": spec.renormalize,
+            "routed_scaling_factor": spec.scaling_factor,
+        }
+    if spec.score != "sigmoid" and not spec.correction_bias and spec.groups is None and spec.scaling_factor == 1.0:
+        # A softmax over the chosen logits is the softmax over all, renormalised.
+        return {"scoring_func": "softmax", "renormalize": spec.renormalize or spec.score == "softmax_of_top_k"}
+    return None
+
+
+def expert_options(spec: MoESpec) -> dict[str, Any]:
+    """Arguments for vLLM's fused experts.
+
+    Raises:
+        ValueError: no fused kernel computes these experts; says why.
+    """
+    options: dict[str, Any] = {
+        "num_experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "intermediate_size": spec.hidden_dim,
+        "has_bias": spec.bias,
+    }
+    if not spec.gated:
+        raise ValueError("vLLM's fused experts are gated")
+    if spec.weighs == "input":
+        if spec.top_k != 1:
+            raise ValueError("vLLM's fused experts weigh the input for top_k = 1 only")
+        options["apply_router_weight_on_input"] = True
+    if not isinstance(spec.activation, ClampedSwiGLU):
+        options["activation"] = spec.activation
+    elif not current_platform.is_cpu():
+        options |= {"activation": "swigluoai_uninterleave", "swiglu_beta": 1.0}
+        options |= {"swiglu_alpha": spec.activation.alpha, "swiglu_limit": spec.activation.limit}
+    elif spec.activation == GPT_OSS:
+        options["activation"] = "swigluoai"  # both numbers are in the kernel
+    else:
+        raise ValueError(f"vLLM's CPU kernel has ClampedSwiGLU with {GPT_OSS} only")
+    return options
+
+
+def fused_experts(**options: Any) -> nn.Module:
+    """vLLM's fused experts, whose `swigluoai` takes w1 and w3 row by row in turn, not one above the other."""
+    runner = fused_moe(router_logits_dtype=torch.float32, **options)
+    if options.get("activation") == "swigluoai":
+        experts = runner.routed_experts
+        assert isinstance(experts, RoutedExperts)
+        for name, parameter in experts.named_parameters():
+            if name.startswith("w13"):
+                vars(parameter)["weight_loader"] = partial(_load_interleaved, experts)
+    return runner
+
+
+def _load_interleaved(
+    experts: RoutedExperts, parameter: Tensor, weight: Tensor, name: str, shard_id: Projection, expert_id: int
+) -> None:
+    """In place of vLLM's loader: this rank's rows of w1 to the even rows, those of w3 to the odd ones."""
+    local = experts._map_global_expert_id_to_local_expert_id(expert_id)
+    if local >= 0:
+        width, first = parameter.shape[1] // 2, 0 if shard_id == "w1" else 1
+        parameter.data[local, first::2] = weight.narrow(0, experts.moe_config.tp_rank * width, width)
+
+
+class EngineMoE(nn.Module):
+    """`MoE` over vLLM's fused experts, with vLLM's routing if it is the same function, else with ours.
+
+    Raises:
+        ValueError: no fused kernel computes this mixture; says why.
+    """
+
+    def __init__(self, module: MoE, path: str, shared: nn.Module | None):
+        super().__init__()
+        spec = module.spec
+        self.router = module.router
+        self.shared = shared
+        routing = native_routing(spec)
+        if routing is None:
+            routing = {"custom_routing_function": self._choose}
+        elif spec.correction_bias:
+            routing["e_score_correction_bias"] = self.router.correction_bias
+        self.runner = fused_experts(
+            hidden_size=module.experts.w1.shape[-1],
+            prefix=f"{path}.experts",
+            shared_experts=shared,
+            **expert_options(spec),
+            **routing,
+        )
+
+    def _choose(
+        self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        experts, weights = choose_experts(self.router.spec, gating_output, self.router.correction_bias)
+        return weights, experts.to(torch.int32)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.runner(x_TD, self.router.logits(x_TD))
+
+
+class EngineExperts(nn.Module):
+    """`InnerExperts` of a mixture whose router or block is the author's own, over vLLM's fused experts.
+
+    Raises:
+        ValueError: no fused kernel computes these experts; says why.
+    """
+
+    def __init__(self, module: InnerExperts, path: str):
+        super().__init__()
+        self.runner = fused_experts(
+            hidden_size=module.w1.shape[-1],
+            prefix=path,
+            custom_routing_function=_unpack_routing,
+            **expert_options(module.spec),
+        )
+
+    def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        # The choice travels in place of the logits. Indices are exact in fp32.
+        return self.runner(x_TD, torch.cat([routing.weights, routing.experts.float()], dim=-1))
+
+
+def _unpack_routing(
+    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    weights, experts = gating_output.chunk(2, dim=-1)
+    return weights, experts.to(torch.int32)
+
+
+class EngineSharedExperts(nn.Module):
+    """Shared experts behind their gate."""
+
+    def __init__(self, feed_forward: nn.Module, gate: nn.Linear):
+        super().__init__()
+        self.feed_forward = feed_forward
+        self.gate = gate
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.feed_forward(x_TD) * self.gate(x_TD).sigmoid()
+
+
+def moved_experts(native: str, engine: str, spec: MoESpec) -> dict[str, tuple[str, ExpertShard]]:
+    """Where the native tensors under `native` (the path of an `InnerExperts`) went in `engine` (that of a runner)."""
+    kinds = {"w": "weight", "b": "bias"} if spec.bias else {"w": "weight"}
+    packed: dict[Projection, str] = {"w1": "w13", "w2": "w2", "w3": "w13"}
+    return {
+        f"{native}.{letter}{projection[1]}": (f"{engine}.routed_experts.{name}_{kind}", ExpertShard(projection))
+        for letter, kind in kinds.items()
+        for projection, name in packed.items()
+    }
+
+
+def write_experts(parameter: Tensor, name: str, tensor: Tensor, shard: ExpertShard) -> None:
+    """Write a native tensor [E, ...] through vLLM's loader, which knows each rank's experts and slices."""
+    loader: Callable[..., None] = vars(parameter)["weight_loader"]
+    for expert, weight in enumerate(tensor):
+        loader(parameter, weight, name, shard_id=shard.projection, expert_id=expert)

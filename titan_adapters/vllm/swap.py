@@ -1,0 +1,242 @@
+"""The swap: which vLLM layer each planned module of an author's model becomes, and where its weights went."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from titan_adapters.contract import BaseTransformer
+from titan_adapters.errors import EngineError
+from titan_adapters.nn import FeedForward, InnerAttention, InnerExperts, MoE, QKVLinear, Router
+from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
+from titan_adapters.vllm.honours import unsplittable
+from titan_adapters.vllm.layers import EngineAttention, EngineFeedForward, EngineHead, EngineQKVLinear
+from titan_adapters.vllm.moe import (
+    OPTION,
+    EngineExperts,
+    EngineMoE,
+    EngineSharedExperts,
+    ExpertShard,
+    moved_experts,
+    native_routing,
+    requested_path,
+)
+
+logger = init_logger("vllm.titan_adapters")
+
+Shard = str | int | ExpertShard | None
+"""Which part of a packed engine parameter a native one is."""
+
+
+@dataclass
+class Swap:
+    """An author's model whose planned modules have become vLLM's, and where its native weights went."""
+
+    model: BaseTransformer
+    moved: dict[str, tuple[str, Shard]] = field(default_factory=dict)
+    """Native module path -> (engine module path, shard of a packed parameter or None)."""
+    moved_parameters: dict[str, tuple[str, Shard]] = field(default_factory=dict)
+    """The same for single parameters: native name -> (engine name, shard)."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Engine parameter name -> another name under which the same parameter serves."""
+
+    def replace(self, path: str, module: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, module)
+
+    moe_paths: dict[str, list[str]] = field(default_factory=dict)
+    """How mixtures are computed, in words -> their paths."""
+
+    def target(self, native: str) -> tuple[str, Shard]:
+        """Engine parameter name, relative to the model, and packed shard, of a native parameter name."""
+        if native in self.moved_parameters:
+            return self.moved_parameters[native]
+        module, _, kind = native.rpartition(".")
+        path, shard = self.moved.get(module, (module, None))
+        return (f"{path}.{kind}" if path else kind), shard
+
+    def by_module(self, natives: Iterable[str]) -> dict[str, list[str]]:
+        """`natives` by the path of the engine module that they went into."""
+        found: dict[str, list[str]] = {}
+        for native in natives:
+            found.setdefault(self.target(native)[0].rpartition(".")[0], []).append(native)
+        return found
+
+
+def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, device: torch.device) -> Swap:
+    """Replace the seams and every planned module of `model` (on the meta device) by the engine's own.
+
+    What the plan replicates and vLLM has no layer for, such as norms, stays the author's module and is materialised.
+
+    Raises:
+        EngineError: a seam is missing, doubled, subclassed, or contradicts the config.
+    """
+    styles = model.parallel_plan(model.config).resolve(model)
+    _check_seams(model)
+    if problems := unsplittable(model.config, get_tensor_model_parallel_world_size()):
+        raise EngineError("The heads of this model can't be split over ranks.", problems, fix="run it on one rank.")
+    swap = Swap(model)
+    done: tuple[str, ...] = ()
+    for path, module in list(model.named_modules()):
+        if path.startswith(done) and done:
+            continue
+        replacement: nn.Module | None = None
+        if type(module) is InnerAttention:
+            replacement = EngineAttention(module.spec, module.layer, vllm_config, prefix, device)
+        elif type(module) is QKVLinear and _packs_qkv(module, styles, path):
+            replacement = EngineQKVLinear(module, path)
+            swap.moved |= {f"{path}.w{p}": (f"{path}.packed", p) for p in "qkv"}
+        elif type(module) is FeedForward and _packs_gate(module, styles, path):
+            replacement = EngineFeedForward(module, path)
+            swap.moved |= {f"{path}.w1": (f"{path}.w13", 0), f"{path}.w3": (f"{path}.w13", 1)}
+        elif type(module) is MoE:
+            replacement = _swap_moe(swap, module, path, vllm_config, device)
+        elif type(module) is InnerExperts:
+            replacement = _swap_experts(swap, module, path, vllm_config)
+        elif isinstance(module, Router):
+            done += (f"{path}.",)  # stays as it is, in its own dtype
+        elif path in styles:
+            replacement = _planned_layer(module, styles[path], path, is_head=module is model.lm_head)
+            if isinstance(replacement, EngineHead):
+                swap.moved[path] = (f"{path}.head", None)
+        if replacement is not None:
+            swap.replace(path, replacement)
+            done += (f"{path}.",)
+    for how, paths in swap.moe_paths.items():
+        logger.info("%s: %s", how, ", ".join(paths))
+    if model.config.tied_embeddings:
+        _tie_head(model)
+        swap.aliases["tok_embeddings.weight"] = "lm_head.head.weight"
+    _materialise(model, device)
+    return swap
+
+
+def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, device: torch.device) -> nn.Module | None:
+    """The mixture over vLLM's fused experts, or None to swap its parts."""
+    shared: nn.Module | None = module.shared_experts
+    if requested_path(vllm_config) == "torch" or not (shared is None or isinstance(shared, FeedForward)):
+        return None
+    moved: dict[str, tuple[str, Shard]] = {}
+    if shared is not None:
+        if shared.w3 is None:
+            return None
+        shared = EngineFeedForward(shared, f"{path}.shared_experts", reduce_results=False)
+        where = f"{path}.shared" if module.shared_gate is None else f"{path}.shared.feed_forward"
+        names = {"w1": (f"{where}.w13", 0), "w3": (f"{where}.w13", 1), "w2": (f"{where}.w2", None)}
+        moved = {f"{path}.shared_experts.{name}": target for name, target in names.items()}
+        if module.shared_gate is not None:
+            shared = EngineSharedExperts(shared, module.shared_gate)
+            moved[f"{path}.shared_gate"] = (f"{path}.shared.gate", None)
+    _materialise(module.router, device)  # vLLM's router takes the bias itself
+    try:
+        replacement = EngineMoE(module, path, shared)
+    except (ValueError, NotImplementedError):
+        return None  # its experts meet the same obstacle, and report it
+    swap.moved |= moved
+    swap.moved_parameters |= moved_experts(f"{path}.experts", f"{path}.runner", module.spec)
+    router = "vLLM's router" if native_routing(module.spec) else "the model's own routing function"
+    swap.moe_paths.setdefault(f"vLLM's fused experts with {router}", []).append(path)
+    return replacement
+
+
+def _swap_experts(swap: Swap, module: InnerExperts, path: str, vllm_config: VllmConfig) -> nn.Module | None:
+    """The experts alone over vLLM's fused ones, or None for the torch path."""
+    wanted = requested_path(vllm_config)
+    try:
+        if wanted == "torch":
+            raise ValueError(f"additional_config[{OPTION!r}] says so")
+        replacement = EngineExperts(module, path)
+    except (ValueError, NotImplementedError) as reason:
+        if wanted == "fused":
+            raise EngineError(f"{path} has no fused kernel here: {reason}.", fix=f"set {OPTION} to 'auto'.") from reason
+        swap.moe_paths.setdefault(f"the model's own experts in torch ({reason})", []).append(path)
+        module.kernel = "grouped"  # static shapes, so that it can be captured in a graph
+        return None
+    swap.moved_parameters |= moved_experts(path, f"{path}.runner", module.spec)
+    swap.moe_paths.setdefault("vLLM's fused experts behind the model's own router", []).append(path)
+    return replacement
+
+
+def _tie_head(model: BaseTransformer) -> None:
+    head, embedding = model.lm_head, model.tok_embeddings
+    if not isinstance(head, EngineHead) or not isinstance(embedding, VocabParallelEmbedding):
+        raise EngineError("lm_head is tied, but not vocabwise.", fix="plan tok_embeddings and lm_head vocabwise.")
+    head.head = head.head.tie_weights(embedding)
+
+
+def _all(styles: dict[str, Style], path: str, wanted: dict[str, Style]) -> bool:
+    return all(styles.get(f"{path}.{name}") is style for name, style in wanted.items())
+
+
+def _packs_qkv(module: QKVLinear, styles: dict[str, Style], path: str) -> bool:
+    spec = module.spec
+    alike = spec.biases.removesuffix("o") in ("", "qkv") and spec.v_head_dim == spec.head_dim
+    return alike and _all(styles, path, {"wq": colwise, "wk": colwise, "wv": colwise})
+
+
+def _packs_gate(module: FeedForward, styles: dict[str, Style], path: str) -> bool:
+    return module.w3 is not None and _all(styles, path, {"w1": colwise, "w3": colwise, "w2": rowwise})
+
+
+def _planned_layer(module: nn.Module, style: Style, path: str, *, is_head: bool) -> nn.Module | None:
+    """vLLM's layer for one planned module; None to keep the author's."""
+    if isinstance(module, nn.Embedding) and style is vocabwise:
+        return VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, prefix=path)
+    if type(module) is not nn.Linear:
+        return None
+    if is_head and style is vocabwise:
+        return EngineHead(module, path)
+    kinds = {colwise: ColumnParallelLinear, rowwise: RowParallelLinear, replicate: ReplicatedLinear}
+    if style not in kinds:
+        raise EngineError(f"{path}: only lm_head can be {style}.", fix="plan it colwise, rowwise or replicate.")
+    size = (module.in_features, module.out_features)
+    return kinds[style](*size, bias=module.bias is not None, prefix=path, return_bias=False)
+
+
+def _check_seams(model: BaseTransformer) -> None:
+    config = model.config
+    problems: list[str] = []
+    layers: list[int] = []
+    for path, module in model.named_modules():
+        if isinstance(module, InnerAttention):
+            if type(module) is not InnerAttention:
+                problems.append(f"{path} is a subclass of InnerAttention, whose forward the engine would not run")
+            layers.append(module.layer)
+            if not 0 <= module.layer < config.num_layers or module.spec != config.attention(module.layer):
+                problems.append(f"{path}: its spec is not config.attention({module.layer})")
+    if sorted(layers) != list(range(config.num_layers)):
+        problems.append(f"InnerAttention modules are there for layers {sorted(layers)}, one per layer is needed")
+    if problems:
+        raise EngineError(
+            f"The attention seams of {type(model).__name__} don't fit its config.",
+            problems,
+            fix="pass q, k and v of every layer through one titan_adapters.nn.InnerAttention(config.attention(i), i).",
+        )
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory, NaN until loaded, and let buffers rebuild themselves on `device`."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.full_like(parameter, float("nan"), device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(buffer.is_meta for buffer in buffers.values()):
+            module._apply(lambda t: torch.full_like(t, float("nan"), device=device) if t.is_meta else t, recurse=False)
+            lost = [
+                name
+                for name, buffer in module.named_buffers(recurse=False)
+                if name in module._non_persistent_buffers_set and buffer.is_floating_point() and buffer.isnan().all()
+            ]
+            if lost:
+                raise EngineError(
+                    f"{path}: non-persistent buffers {lost} are computed in __init__, which runs on the meta device.",
+                    fix="recompute them in _apply, as titan_adapters.nn.Rope does, or make them persistent.",
+                )
