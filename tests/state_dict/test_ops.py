@@ -60,6 +60,114 @@ def test_cast_by_hand():
     assert op.to_hf(torch.tensor([1.0 + 2**-12])).tolist() == [1.0]  # 8 bits: not representable, so rounded
 
 
+def test_deinterleave_by_hand():
+    op = ta.Deinterleave(parts=2, dim=0)
+    assert op.to_native(torch.tensor([0, 10, 1, 11, 2, 12])).tolist() == [0, 1, 2, 10, 11, 12]
+    assert op.to_hf(torch.tensor([0, 1, 2, 10, 11, 12])).tolist() == [0, 10, 1, 11, 2, 12]
+    columns = torch.tensor([[0, 10, 20, 1, 11, 21], [5, 15, 25, 6, 16, 26]])
+    expected = [[0, 1, 10, 11, 20, 21], [5, 6, 15, 16, 25, 26]]
+    for dim in (1, -1):
+        assert ta.Deinterleave(parts=3, dim=dim).to_native(columns).tolist() == expected
+
+
+def test_deinterleave_refuses_a_length_that_does_not_divide():
+    for convert in (ta.Deinterleave(2, -1).to_native, ta.Deinterleave(2, -1).to_hf):
+        with pytest.raises(ta.TitanError) as caught:
+            convert(torch.zeros(2, 5))
+        text = titan_error_text(caught)
+        assert "Deinterleave(parts=2, dim=-1) got a tensor of shape (2, 5)" in text
+        assert "dim -1 must be a multiple of 2" in text
+
+
+def test_vocab_padding_by_hand():
+    """Real rows survive bit for bit; what stood in the others does not, and comes back as zeros of the same dtype."""
+    op = ta.VocabPadding(vocab_size=2, padded_vocab_size=4)
+    weight = torch.tensor([[1, 2], [3, 4], [7, 8], [9, 9]], dtype=torch.bfloat16)
+    assert op.to_native(weight).tolist() == [[1, 2], [3, 4]]
+    back = op.to_hf(op.to_native(weight))
+    assert back.tolist() == [[1, 2], [3, 4], [0, 0], [0, 0]] and back.dtype == torch.bfloat16
+    bias = torch.tensor([5, 6, 7, 8])
+    assert op.to_native(bias).tolist() == [5, 6] and op.to_hf(bias[:2]).tolist() == [5, 6, 0, 0]
+
+
+def test_vocab_padding_refuses_other_numbers_of_rows():
+    op = ta.VocabPadding(vocab_size=3, padded_vocab_size=4)
+    for convert, rows, expected in ((op.to_native, 3, "the published tensor has 3 rows instead of 4"),
+                                    (op.to_native, 5, "the published tensor has 5 rows instead of 4"),
+                                    (op.to_hf, 4, "the native tensor has 4 rows instead of 3")):  # fmt: skip
+        with pytest.raises(ta.TitanError) as caught:
+            convert(torch.zeros(rows, 2))
+        assert f"VocabPadding(vocab_size=3, padded_vocab_size=4): {expected}." in titan_error_text(caught)
+    with pytest.raises(ta.TitanError, match="the padded vocabulary is the smaller one") as caught:
+        ta.VocabPadding(vocab_size=4, padded_vocab_size=3)
+    titan_error_text(caught)
+
+
+def all_bf16() -> torch.Tensor:
+    """Every finite bf16 value."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    return values[values.isfinite()]
+
+
+def test_offset_by_hand():
+    op = ta.Offset(1.0)
+    assert op.to_native(torch.tensor([0.25, -3.0, 0.0])).tolist() == [1.25, -2.0, 1.0]
+    assert op.to_hf(torch.tensor([1.25, -2.0, 1.0])).tolist() == [0.25, -3.0, 0.0]
+    assert ta.Offset(-1.0).to_native(torch.tensor([1.25])).tolist() == [0.25]
+    # 2 is the even neighbour of 2.0078125 (bf16 has steps of 2^-6 from 2 on)
+    assert op.to_native(torch.tensor([1.0078125], dtype=torch.bfloat16)).tolist() == [2.0]
+
+
+def test_offset_inverse_is_bitwise_where_documented():
+    """Exhaustively in bf16: native weights in [0.5, 2]; and all published ones from 2^-16 to 2^16, if cast before."""
+    values = all_bf16()
+    op = ta.Offset(1.0)
+    native = values[(values >= 0.5) & (values <= 2)]
+    assert len(native) == 2 * 2**7 + 1
+    assert torch.equal(op.to_native(op.to_hf(native)), native)
+    published = values[(values == 0) | ((values.abs() >= 2**-16) & (values.abs() <= 2**16))]
+    assert len(published) == 2 + 2 * (32 * 2**7 + 1)
+    adapter = ta.StateDictAdapter(ta.Rename("a", "b", ta.Cast(torch.bfloat16, torch.float32), op))
+    held = adapter.to_native({"a": published})
+    assert held["b"].dtype == torch.float32
+    assert torch.equal(held["b"].double(), published.double() + 1)  # nothing was rounded
+    assert torch.equal(adapter.to_hf(held)["a"], published)
+
+
+def test_offset_inverse_is_not_bitwise_elsewhere():
+    op = ta.Offset(1.0)
+    small = torch.tensor([0.001], dtype=torch.bfloat16)
+    assert op.to_native(small).item() == 1.0 and op.to_hf(op.to_native(small)).item() == 0.0
+    tiny = torch.tensor([2**-17 * (1 + 2**-7)])  # fp32: its last bit is 2^-24, half a step at 1
+    assert op.to_hf(op.to_native(tiny)).item() == 2**-17
+    native = torch.tensor([0.125 + 2**-26])  # -0.875 + 2^-26 has a bit too many
+    assert op.to_native(op.to_hf(native)).item() == 0.125
+
+
+def test_scale_by_hand():
+    op = ta.Scale(0.5)
+    assert op.to_native(torch.tensor([3.0, -4.0])).tolist() == [1.5, -2.0]
+    assert op.to_hf(torch.tensor([1.5, -2.0])).tolist() == [3.0, -4.0]
+    with pytest.raises(ta.TitanError, match=r"Scale\(factor=0.0\) has no inverse") as caught:
+        ta.Scale(0.0)
+    titan_error_text(caught)
+
+
+def test_scale_inverse_is_bitwise_for_powers_of_two_only():
+    """Of all normal bf16 values far from the ends of the range."""
+    values = all_bf16()
+    values = values[(values.abs() > 2.0**-100) & (values.abs() < 2.0**100)]
+    for factor in (0.5, -8.0, 2**-20):
+        op = ta.Scale(factor)
+        assert torch.equal(op.to_hf(op.to_native(values)), values)
+        assert torch.equal(op.to_native(op.to_hf(values)), values)
+    op = ta.Scale(0.7)
+    assert not torch.equal(op.to_hf(op.to_native(values)), values)
+    torch.testing.assert_close(op.to_hf(op.to_native(values)), values, rtol=2**-7, atol=0)
+    end = torch.tensor([3.0e38])
+    assert ta.Scale(2.0).to_hf(ta.Scale(2.0).to_native(end)).isinf()
+
+
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.data())
 def test_transpose_inverse(shape, data):
     dims = [data.draw(st.integers(-len(shape), len(shape) - 1)) for _ in range(2)]
@@ -72,6 +180,13 @@ def test_permute_inverse(heads, pairs, unrotated, columns):
     op = ta.Permute(heads, 2 * pairs + unrotated, 2 * pairs)
     shape = (heads * op.head_dim, columns)[: 2 if columns else 1]
     assert_inverse(op, torch.arange(torch.Size(shape).numel()).view(shape))
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
+def test_deinterleave_inverse(parts, shape, data):
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    shape[dim] *= parts
+    assert_inverse(ta.Deinterleave(parts, dim), torch.arange(torch.Size(shape).numel()).view(shape))
 
 
 @given(st.lists(st.integers(-255, 255), min_size=1, max_size=6))

@@ -1,24 +1,11 @@
-"""Rows: one tiny conversion of each kind by hand, then inverses of random ones."""
+"""Rows: one tiny conversion of each kind by hand. Inverses of random ones are in `test_properties`."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import titan_adapters as ta
 from tests.conftest import assert_bitwise_equal, titan_error_text
-from titan_adapters.state_dict import Row
-
-
-def numbers(*shape: int, start: int = 0) -> torch.Tensor:
-    return torch.arange(start, start + torch.Size(shape).numel()).view(shape)
-
-
-def both_ways(row: Row, published: dict, native: dict, **ranges) -> None:
-    adapter = ta.StateDictAdapter(row, **ranges)
-    published, native = ({n: torch.tensor(v) for n, v in side.items()} for side in (published, native))
-    assert_bitwise_equal(adapter.to_native(published), native)
-    assert_bitwise_equal(adapter.to_hf(native), published)
+from tests.state_dict.conftest import both_ways, numbers
 
 
 def test_rename_over_a_range():
@@ -164,84 +151,25 @@ def test_placeholder_without_a_range_is_refused():
         assert "pass layer=range(...)" in titan_error_text(caught)
 
 
-sizes = st.lists(st.integers(1, 3), min_size=1, max_size=4)
-
-
-@st.composite
-def rows_and_tensors(draw) -> tuple[list[Row], dict[str, torch.Tensor], dict[str, range]]:
-    """One row of every kind over random ranges and sizes, and published tensors that fit them."""
-    layers, experts = range(draw(st.integers(1, 3))), range(draw(st.integers(1, 3)))
-    heads, pairs, rest = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(0, 2))
-    columns, parts, cuts = draw(st.integers(1, 3)), draw(sizes), draw(sizes)
-    part_names = [f"part{i}" for i in range(len(parts))]
-    cut_names = [f"cut{i}" for i in range(len(cuts))]
-    head_dim = 2 * pairs + rest
-    layout = draw(st.sampled_from(["concat", "grouped"]))
-    fused = {"num_heads": heads * draw(st.integers(1, 3)), "num_kv_heads": heads, "head_dim": head_dim}
-    rows: list[Row] = [
-        ta.Rename("q.{layer}", "wq.{layer}", ta.Permute(heads, head_dim, 2 * pairs)),
-        ta.Stack("e.{layer}.{expert}", "w1.{layer}", ta.Transpose(), over="expert"),
-        ta.Concat([f"{n}.{{layer}}" for n in part_names], "joined.{layer}", ta.Transpose(), sizes=parts, dim=1),
-        ta.Split("whole.{layer}", [f"{n}.{{layer}}" for n in cut_names], ta.Transpose(), sizes=cuts),
-        ta.FusedQKV("qkv.{layer}", [f"{p}.{{layer}}" for p in "abc"], layout=layout, **fused),
-        ta.Rename("embed", "tok", ta.Cast(torch.int64, torch.int32)),
-        ta.Tie("head", "embed", "lm_head", "tok"),
-    ]
-    shapes = {"embed": (4, columns)}
-    for layer in layers:
-        shapes |= {f"q.{layer}": (heads * head_dim, columns), f"whole.{layer}": (columns, sum(cuts))}
-        shapes |= {f"qkv.{layer}": ((fused["num_heads"] + 2 * heads) * head_dim, columns)[: 1 + columns % 2]}
-        shapes |= {f"e.{layer}.{expert}": (2, columns) for expert in experts}
-        shapes |= {f"{n}.{layer}": (columns, size) for n, size in zip(part_names, parts)}
-    published = {name: numbers(*shape, start=1000 * i) for i, (name, shape) in enumerate(shapes.items())}
-    return rows, published, {"layer": layers, "expert": experts}
-
-
-@given(rows_and_tensors(), st.data())
-def test_inverse_in_any_order_of_feeding(table, data):
-    rows, published, ranges = table
-    adapter = ta.StateDictAdapter(*data.draw(st.permutations(rows)), **ranges)
+def test_cast_composes_with_every_kind_of_row():
+    """A router's correction bias stays fp32 natively, whatever the others do, and is written back as it was."""
+    keep, widen = ta.Cast(torch.float32, torch.float32), ta.Cast(torch.bfloat16, torch.float32)
+    adapter = ta.StateDictAdapter(
+        ta.Rename("gate.e_score_correction_bias", "router.bias", keep),
+        ta.Rename("norm", "norm", widen, ta.Offset(1.0)),
+        ta.Stack("e.{expert}", "experts", widen, over="expert"),
+        ta.Split("ab", ["a", "b"], ta.Transpose(), widen, sizes=[1, 1]),
+        ta.Concat(["c", "d"], "cd", widen, sizes=[1, 1]),
+        ta.Rename("gate.weight", "router.gate.weight"),
+        expert=range(2),
+    )
+    third = torch.tensor([1 / 3])  # not a bf16 value
+    bf16 = torch.tensor([[0.5, -3.0]], dtype=torch.bfloat16)
+    published = {"gate.e_score_correction_bias": third, "norm": bf16, "ab": bf16, "gate.weight": bf16}
+    published |= {name: bf16 for name in ("e.0", "e.1", "c", "d")}
     native = adapter.to_native(published)
-    assert set(native) == adapter.native_names()
-    shuffled = {name: published[name] for name in data.draw(st.permutations(list(published)))}
-    assert_bitwise_equal(adapter.to_native(shuffled), native)
-    native_shuffled = {name: native[name] for name in data.draw(st.permutations(list(native)))}
-    assert_bitwise_equal(adapter.to_hf(native_shuffled), published)
-
-
-@given(rows_and_tensors(), st.data())
-def test_any_chunking_of_a_session_gives_the_same(table, data):
-    rows, published, ranges = table
-    adapter = ta.StateDictAdapter(*rows, **ranges)
-    whole = adapter.to_native(published)
-    session, chunked = adapter.session("to_native"), {}
-    left = data.draw(st.permutations(list(published)))
-    while left:
-        size = data.draw(st.integers(1, len(left)))
-        for name in left[:size]:
-            for ours, tensor in session.feed(name, published[name]):
-                assert ours not in chunked
-                chunked[ours] = tensor
-        left = left[size:]
-    assert not session.pending
-    session.finish(partial=False)
-    assert_bitwise_equal(chunked, whole)
-
-
-@given(rows_and_tensors(), st.data())
-def test_partial_dicts_convert_whole_rows_or_none(table, data):
-    """Of a random subset, every row whose inputs are all there comes out as in a whole conversion."""
-    rows, published, ranges = table
-    adapter = ta.StateDictAdapter(*rows, **ranges)
-    whole = adapter.to_native(published)
-    kept = data.draw(st.sets(st.sampled_from(sorted(published))))
-    session = adapter.session("to_native")
-    partial = dict(pair for name in sorted(kept) for pair in session.feed(name, published[name]))
-    expected = {
-        ours: whole[ours] for b in adapter.bindings if b.hf != ("head",) and kept.issuperset(b.hf) for ours in b.native
-    }
-    assert_bitwise_equal(partial, expected)
-    halves = [b for b in adapter.bindings if kept.intersection(b.hf) and not kept.issuperset(b.hf)]
-    assert session.pending == bool(halves)
-    missing = sorted(f"missing tensor {name}" for b in halves for name in b.hf if name not in kept)
-    assert sorted(session.finish_problems(partial=True)) == missing
+    assert {name for name, tensor in native.items() if tensor.dtype == torch.bfloat16} == {"router.gate.weight"}
+    assert native["router.bias"].item() == torch.tensor(1 / 3).item()
+    assert native["norm"].tolist() == [[1.5, -2.0]]
+    assert native["a"].tolist() == [[0.5]] and native["b"].tolist() == [[-3.0]]
+    assert_bitwise_equal(adapter.to_hf(native), published)

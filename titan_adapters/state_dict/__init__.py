@@ -1,6 +1,7 @@
 """State-dict conversion: rows as data, one table for HF load, HF export, own checkpoints and live updates."""
 
 from titan_adapters.state_dict.adapter import Session, StateDictAdapter, native_adapter, native_tensors
+from titan_adapters.state_dict.expert_rows import PerExpert, StackedExperts, expert_rows
 from titan_adapters.state_dict.fused import FusedQKV
 from titan_adapters.state_dict.hf_rows import (
     POST_NORMS,
@@ -13,7 +14,7 @@ from titan_adapters.state_dict.hf_rows import (
     linear_rows,
     norm_rows,
 )
-from titan_adapters.state_dict.ops import Cast, Op, Permute, Transpose
+from titan_adapters.state_dict.ops import Cast, Deinterleave, Offset, Op, Permute, Scale, Transpose, VocabPadding
 from titan_adapters.state_dict.rows import Binding, Concat, Drop, Rename, Row, Split, Stack, Tie
 
 __all__ = [
@@ -23,20 +24,27 @@ __all__ = [
     "Binding",
     "Cast",
     "Concat",
+    "Deinterleave",
     "Drop",
     "FusedQKV",
+    "Offset",
     "Op",
+    "PerExpert",
     "Permute",
     "Rename",
     "Row",
+    "Scale",
     "Session",
     "Split",
     "Stack",
+    "StackedExperts",
     "StateDictAdapter",
     "Tie",
     "Transpose",
+    "VocabPadding",
     "attention_rows",
     "decoder_rows",
+    "expert_rows",
     "feed_forward_rows",
     "gate_up_rows",
     "linear_rows",

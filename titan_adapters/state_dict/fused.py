@@ -1,6 +1,6 @@
-"""Query, key and value projections that are published as one tensor."""
+"""Projections that are published as one tensor: query, key and value; gate and up."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from titan_adapters.errors import StateDictError
-from titan_adapters.state_dict.rows import Binding, Ranges, Row, fills, set_fields
+from titan_adapters.state_dict.ops import Deinterleave, Op
+from titan_adapters.state_dict.rows import Binding, Ranges, Row, Split, fills, set_fields
 
 
 @dataclass(frozen=True, init=False, kw_only=True)
@@ -76,3 +77,31 @@ class FusedQKV(Row):
         if actual != wanted:
             raise StateDictError(f"{self}: q, k and v have {actual} rows.", fix=f"they must have {wanted}.")
         return [torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)]
+
+
+def split_gate_up(
+    hf: str,
+    native: Mapping[str, str],
+    *ops: Op,
+    order: str,
+    interleaved: bool,
+    hidden_dim: int,
+    dim: int = 0,
+) -> Split:
+    """One published tensor to native gate and up projections, cut along `dim`.
+
+    Args:
+        native: Names of "gate" and "up"; of "up" only where there is no gate.
+        ops: Applied before the cut.
+        order: "gate_up", "up_gate", or "up" where there is no gate.
+        interleaved: Entries alternate along `dim`: 2i is entry i of what `order` names first, 2i + 1 of the second.
+        hidden_dim: F, the length of each part.
+    """
+    parts = order.split("_")
+    if sorted(parts) != sorted(native):
+        raise StateDictError(
+            f"{hf} can't be cut in the order {order!r} into {list(native)}.", fix="use 'gate_up', 'up_gate' or 'up'."
+        )
+    if interleaved:
+        ops = (*ops, Deinterleave(len(parts), dim))
+    return Split(hf, [native[part] for part in parts], *ops, sizes=[hidden_dim] * len(parts), dim=dim)

@@ -6,8 +6,9 @@ from typing import Literal
 from titan_adapters.config import AttentionSpec, LayerNormSpec, TransformerConfig
 from titan_adapters.errors import StateDictError
 from titan_adapters.moe_spec import FeedForwardSpec
-from titan_adapters.state_dict.ops import Op, Permute
-from titan_adapters.state_dict.rows import Rename, Row, Split, Tie
+from titan_adapters.state_dict.fused import split_gate_up
+from titan_adapters.state_dict.ops import Op, Permute, VocabPadding
+from titan_adapters.state_dict.rows import Rename, Row, Tie
 
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
 """Published names of a Llama-shaped layer's norms -> ours."""
@@ -104,13 +105,32 @@ def feed_forward_rows(config: TransformerConfig, hf: str, native: str) -> list[R
     return [row for theirs, ours in names.items() for row in linear_rows(f"{hf}.{theirs}", f"{native}.{ours}", bias)]
 
 
-def gate_up_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
-    """gate_up_proj, which is w1 above w3, and down_proj; no biases."""
-    sizes = [first_dense(config).hidden_dim] * 2
-    return [
-        Split(f"{hf}.gate_up_proj.weight", [f"{native}.w1.weight", f"{native}.w3.weight"], sizes=sizes),
-        Rename(f"{hf}.down_proj.weight", f"{native}.w2.weight"),
+def gate_up_rows(
+    config: TransformerConfig,
+    hf: str,
+    native: str,
+    *,
+    order: Literal["gate_up", "up_gate"] = "gate_up",
+    interleaved: bool = False,
+) -> list[Row]:
+    """gate_up_proj, which is w1 and w3 in one tensor, and down_proj as w2.
+
+    Args:
+        order: Which half comes first.
+        interleaved: The halves alternate row by row, instead of one above the other.
+    """
+    spec = first_dense(config)
+    rows: list[Row] = [
+        split_gate_up(
+            f"{hf}.gate_up_proj.{kind}",
+            {"gate": f"{native}.w1.{kind}", "up": f"{native}.w3.{kind}"},
+            order=order,
+            interleaved=interleaved,
+            hidden_dim=spec.hidden_dim,
+        )
+        for kind in (("weight", "bias") if spec.bias else ("weight",))
     ]
+    return rows + linear_rows(f"{hf}.down_proj", f"{native}.w2", spec.bias)
 
 
 def decoder_rows(
@@ -119,6 +139,7 @@ def decoder_rows(
     norms: Mapping[str, str] = PRE_NORMS,
     attention: Sequence[Row] | None = None,
     feed_forward: Sequence[Row] | None = None,
+    padded_vocab_size: int | None = None,
 ) -> list[Row]:
     """Everything outside and inside the layers of a decoder, under the names that transformers uses.
 
@@ -126,6 +147,7 @@ def decoder_rows(
         norms: Published names of a layer's norms -> ours.
         attention: Rows in place of `attention_rows`.
         feed_forward: Rows in place of `feed_forward_rows`.
+        padded_vocab_size: Rows of the published embedding and head, if that is not the vocabulary's size.
     """
     hf, native = "model.layers.{layer}", "layers.{layer}"
     embedding, head = ("model.embed_tokens.weight", "tok_embeddings.weight"), ("lm_head.weight", "lm_head.weight")
@@ -133,11 +155,12 @@ def decoder_rows(
         attention = attention_rows(config, f"{hf}.self_attn", f"{native}.attention")
     if feed_forward is None:
         feed_forward = feed_forward_rows(config, f"{hf}.mlp", f"{native}.feed_forward")
+    padding = () if padded_vocab_size is None else (VocabPadding(config.vocab_size, padded_vocab_size),)
     return [
-        Rename(*embedding),
+        Rename(*embedding, *padding),
         *attention,
         *feed_forward,
         *(row for theirs, ours in norms.items() for row in norm_rows(config, f"{hf}.{theirs}", f"{native}.{ours}")),
         *norm_rows(config, "model.norm", "norm"),
-        Tie(head[0], embedding[0], head[1], embedding[1]) if config.tied_embeddings else Rename(*head),
+        Tie(head[0], embedding[0], head[1], embedding[1]) if config.tied_embeddings else Rename(*head, *padding),
     ]

@@ -1,8 +1,8 @@
 """Tensor transforms between a published layout and the native one: pure, invertible, no state.
 
-`to_native` turns a checkpoint's tensor into ours, `to_hf` is its exact inverse. Nothing is inferred from a shape: what
-an op needs to know is given when it is written down. Ops run on meta tensors too, which is how shapes are checked
-before any data is read.
+`to_native` turns a checkpoint's tensor into ours, `to_hf` is its inverse: bitwise for ops that only move values; the
+others say when. Nothing is inferred from a shape: what an op needs to know is given when it is written down. Ops run on
+meta tensors too, which is how shapes are checked before any data is read.
 """
 
 from abc import ABC, abstractmethod
@@ -67,8 +67,66 @@ class Permute(Op):
             )
         per_head = tensor.unflatten(0, (self.heads, self.head_dim))
         rotated, rest = per_head[:, : self.rotary_dim], per_head[:, self.rotary_dim :]
-        rotated = rotated.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
-        return torch.cat([rotated, rest], dim=1).flatten(0, 1)
+        return torch.cat([_swap_grid(rotated, 1, grid), rest], dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Deinterleave(Op):
+    """Sort alternating entries along `dim` apart: published a0 b0 a1 b1, native a0 a1 b0 b1 (for two parts).
+
+    Before a `Split`, for a gate and an up projection that are published row by row.
+    """
+
+    parts: int
+    dim: int
+
+    def to_native(self, tensor: Tensor) -> Tensor:
+        return _swap_grid(tensor, self.dim, (self._length(tensor), self.parts))
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        return _swap_grid(tensor, self.dim, (self.parts, self._length(tensor)))
+
+    def _length(self, tensor: Tensor) -> int:
+        length = tensor.shape[self.dim]
+        if length % self.parts:
+            raise StateDictError(
+                f"{self} got a tensor of shape {tuple(tensor.shape)}.",
+                fix=f"dim {self.dim} must be a multiple of {self.parts}.",
+            )
+        return length // self.parts
+
+
+@dataclass(frozen=True)
+class VocabPadding(Op):
+    """An embedding, head or head bias published with more rows than the vocabulary has.
+
+    Incoming, rows from vocab_size on are cut off. Outgoing, they are zeros, because what they held is not kept: the
+    round trip is bitwise for the real rows only. A reader that does not cut them off either sees a logit of 0 for each.
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+
+    def __post_init__(self):
+        if self.padded_vocab_size < self.vocab_size:
+            raise StateDictError(
+                f"{self}: the padded vocabulary is the smaller one.", fix="give the number of rows published."
+            )
+
+    def to_native(self, tensor: Tensor) -> Tensor:
+        self._check(tensor, self.padded_vocab_size, "published")
+        return tensor[: self.vocab_size]
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        self._check(tensor, self.vocab_size, "native")
+        return torch.cat([tensor, tensor.new_zeros(self.padded_vocab_size - self.vocab_size, *tensor.shape[1:])])
+
+    def _check(self, tensor: Tensor, rows: int, side: str) -> None:
+        if tensor.shape[0] != rows:
+            raise StateDictError(
+                f"{self}: the {side} tensor has {tensor.shape[0]} rows instead of {rows}.",
+                fix="check vocab_size and padded_vocab_size in the config against the checkpoint.",
+            )
 
 
 @dataclass(frozen=True)
@@ -86,3 +144,49 @@ class Cast(Op):
 
     def to_hf(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.hf)
+
+
+@dataclass(frozen=True)
+class Offset(Op):
+    """native = published + value, such as a norm weight published as gamma - 1 and held as gamma, or the reverse.
+
+    Computed in fp64 and rounded to the tensor's dtype. A round trip from either side is bitwise where the other side's
+    value can be represented, and otherwise off by the rounding. With value = 1, native weights in [0.5, 2] always
+    survive; small published ones do not: in bf16, 0.001 + 1 is 1. Hold such a tensor in fp32 with
+    `Cast(torch.bfloat16, torch.float32)` *before* this op: then every bf16 value from 2^-16 to 2^16 survives.
+    """
+
+    value: float
+
+    def to_native(self, tensor: Tensor) -> Tensor:
+        return (tensor.double() + self.value).to(tensor.dtype)
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        return (tensor.double() - self.value).to(tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """native = published * factor.
+
+    Computed in fp64 and rounded to the tensor's dtype. The inverse is bitwise if `factor` is a power of two (and
+    nothing overflows or becomes subnormal); with other factors it can be off by one unit in the last place.
+    """
+
+    factor: float
+
+    def __post_init__(self):
+        if self.factor == 0:
+            raise StateDictError(f"{self} has no inverse.", fix="use a factor other than 0.")
+
+    def to_native(self, tensor: Tensor) -> Tensor:
+        return (tensor.double() * self.factor).to(tensor.dtype)
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        return (tensor.double() / self.factor).to(tensor.dtype)
+
+
+def _swap_grid(tensor: Tensor, dim: int, grid: tuple[int, int]) -> Tensor:
+    """Read `dim` as a grid of this shape, row by row, and write it column by column."""
+    dim %= tensor.ndim
+    return tensor.unflatten(dim, grid).transpose(dim, dim + 1).flatten(dim, dim + 1)
