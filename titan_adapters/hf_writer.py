@@ -69,7 +69,8 @@ def hf_decoder_config(
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": hidden_dim,
-        "pad_token_id": None,  # stock defaults exceed small vocabularies, where an embedding refuses them
+        # Stock defaults are another tokenizer's: an end that stops generation, a pad beyond a small vocabulary.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "hidden_act": HIDDEN_ACT[config.feed_forward(0).activation],
         **hf_dtype(config.dtype),
         **(hf_rope(spec.rope, config.max_seq_len) if spec.rope else {}),

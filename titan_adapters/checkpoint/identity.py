@@ -8,6 +8,7 @@ from typing import Any
 from titan_adapters.checkpoint.folder import WeightsFolder, write_json
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
+from titan_adapters.differences import differences
 from titan_adapters.errors import CheckpointError
 from titan_adapters.hf_config import Names, read_hf_config
 from titan_adapters.registry import find_model
@@ -88,9 +89,8 @@ def check_digest(weights: WeightsFolder, config: TransformerConfig) -> None:
 
 def config_diff(ours: TransformerConfig, theirs: TransformerConfig, *, ignore: tuple[str, ...] = ()) -> list[str]:
     """Fields in which two configs differ, one line each."""
-    a, b = ours.to_json(), theirs.to_json()
-    keys = [key for key in {**a, **b} if key not in ignore]
-    return [f"{key}: {a.get(key)!r} here, {b.get(key)!r} in the checkpoint" for key in keys if a.get(key) != b.get(key)]
+    found = differences(ours.to_json(), theirs.to_json())
+    return [f"{d.field}: {d.ours!r} here, {d.theirs!r} in the checkpoint" for d in found if d.field not in ignore]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

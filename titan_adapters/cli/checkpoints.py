@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from titan_adapters.checkpoint import convert_checkpoint, open_weights, read_identity
 from titan_adapters.checkpoint.api import DEFAULT_SHARD_BYTES
-from titan_adapters.hf_config import emit_hf_config
+from titan_adapters.hf_config import emit_hf_config, write_hf_config
 
 Folder = Annotated[Path, typer.Argument(help="A native or published checkpoint folder.", exists=True, file_okay=False)]
 
@@ -37,7 +37,7 @@ def config(
     """Print the config that an engine is given for this checkpoint, as JSON."""
     identity = read_identity(folder)
     if published:
-        data = identity.model.to_hf_config(identity.config)
+        data = write_hf_config(identity.model, identity.config)
     else:
         data = emit_hf_config(identity.model, identity.config, identity.names)
     typer.echo(json.dumps(data, indent=2))
