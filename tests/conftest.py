@@ -4,12 +4,15 @@ The test folders are packages, so that two of them may each have a conftest, and
 the import path, where its `vllm` folder would pass for the engine.
 """
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
 
 import titan_adapters as ta
+from titan_adapters import registry
 
 # The models are so small that handing work to other threads costs more than doing it: 6 s against 90 on two busy cores.
 torch.set_num_threads(1)
@@ -69,3 +72,10 @@ def titan_error_text(caught: pytest.ExceptionInfo) -> str:
     text = str(caught.value)
     assert text.splitlines()[-1].startswith("Fix: ") and len(text.splitlines()[-1]) > 10
     return text
+
+
+@pytest.fixture
+def no_registrations_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that a test registers are gone after it."""
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    monkeypatch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))

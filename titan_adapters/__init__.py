@@ -19,6 +19,7 @@ from titan_adapters.config import (
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import TitanError
 from titan_adapters.hf_config import emit_hf_config, read_hf_config, write_hf_config
+from titan_adapters.hf_diff import diff_hf_config
 from titan_adapters.hf_reader import HFReader
 from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
 from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
@@ -97,6 +98,7 @@ __all__ = [
     "colwise",
     "decoder_plan",
     "decoder_rows",
+    "diff_hf_config",
     "emit_hf_config",
     "feed_forward_rows",
     "gate_up_rows",

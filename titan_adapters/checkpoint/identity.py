@@ -1,11 +1,9 @@
 """Whose weights a folder holds: `titan.json` in our format, `config.json` in the published one."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from titan_adapters.checkpoint.folder import WeightsFolder, write_json
+from titan_adapters.checkpoint.folder import WeightsFolder, read_json, write_json
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.differences import differences
@@ -43,7 +41,7 @@ def read_identity(path: str | Path) -> Identity:
     """
     path = Path(path)
     if (path / TITAN_JSON).is_file():
-        data = _read_json(path / TITAN_JSON)
+        data = read_json(path / TITAN_JSON)
         expected = {"titan_format", "model", "config", "names"}
         if set(data) != expected or data["titan_format"] != FORMAT_VERSION or data["names"] not in ("native", "hf"):
             raise CheckpointError(
@@ -54,7 +52,7 @@ def read_identity(path: str | Path) -> Identity:
         cls = find_model(data["model"])
         return Identity(cls, cls.Config.from_json(data["config"]), data["names"])
     if (path / "config.json").is_file():
-        return Identity(*read_hf_config(_read_json(path / "config.json")), "hf")
+        return Identity(*read_hf_config(read_json(path / "config.json")), "hf")
     raise CheckpointError(
         f"{path} is not a checkpoint folder.",
         [f"it has neither {TITAN_JSON} nor config.json" if path.is_dir() else "there is no such folder"],
@@ -91,13 +89,3 @@ def config_diff(ours: TransformerConfig, theirs: TransformerConfig, *, ignore: t
     """Fields in which two configs differ, one line each."""
     found = differences(ours.to_json(), theirs.to_json())
     return [f"{d.field}: {d.ours!r} here, {d.theirs!r} in the checkpoint" for d in found if d.field not in ignore]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.", fix="restore the file from its source.") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object.", fix="restore the file from its source.")
-    return data
