@@ -4,12 +4,16 @@ The test folders are packages, so that two of them may each have a conftest, and
 the import path, where its `vllm` folder would pass for the engine.
 """
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
-from torch import Tensor
+from torch import Tensor, nn
 
 import titan_adapters as ta
+from titan_adapters import registry
+from titan_adapters.state_dict import native_tensors
 
 # The models are so small that handing work to other threads costs more than doing it: 6 s against 90 on two busy cores.
 torch.set_num_threads(1)
@@ -40,6 +44,9 @@ def random_model(model: type[ta.BaseTransformer], config: ta.TransformerConfig, 
             parameter.normal_(std=0.2)
             if name.endswith("norm.weight"):
                 parameter.add_(torch.where(parameter < 0, 0.9, 1.1))
+        for name, tensor in native_tensors(built).items():
+            if not isinstance(tensor, nn.Parameter):  # a persistent buffer, such as a router's correction bias
+                built.get_buffer(name).normal_(std=0.2)
     return built.eval()
 
 
@@ -69,3 +76,10 @@ def titan_error_text(caught: pytest.ExceptionInfo) -> str:
     text = str(caught.value)
     assert text.splitlines()[-1].startswith("Fix: ") and len(text.splitlines()[-1]) > 10
     return text
+
+
+@pytest.fixture
+def no_registrations_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that a test registers are gone after it."""
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    monkeypatch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))

@@ -17,7 +17,8 @@ from titan_adapters.config import (
 )
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import TitanError
-from titan_adapters.hf_config import emit_hf_config, read_hf_config
+from titan_adapters.hf_config import emit_hf_config, read_hf_config, write_hf_config
+from titan_adapters.hf_diff import diff_hf_config
 from titan_adapters.hf_reader import HFReader
 from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
 from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
@@ -130,6 +131,7 @@ __all__ = [
     "colwise",
     "decoder_plan",
     "decoder_rows",
+    "diff_hf_config",
     "emit_hf_config",
     "expert_rows",
     "expertwise",
@@ -157,6 +159,7 @@ __all__ = [
     "testing",
     "vllm",
     "vocabwise",
+    "write_hf_config",
 ]
 
 _LAZY = {"testing", "vllm"}  # heavy or engine-bound: imported on first use

@@ -3,10 +3,12 @@
 An emitted field is true or absent. What the engine reads each one for is said beside it (vLLM 0.26 to 0.32).
 """
 
+import json
 from typing import Any, Literal
 
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
+from titan_adapters.differences import differences
 from titan_adapters.errors import ConfigError
 from titan_adapters.hf_writer import hf_dtype
 from titan_adapters.registry import find_model, get_model, import_path
@@ -91,3 +93,25 @@ def read_hf_config(data: dict[str, Any]) -> tuple[type[BaseTransformer], Transfo
         raise ConfigError("config.json has no model_type.", fix="add the family's name, such as 'llama'.")
     cls = find_model(data["model_type"])
     return cls, cls.from_hf_config(data)
+
+
+def write_hf_config(model: str | type[BaseTransformer], config: TransformerConfig) -> dict[str, Any]:
+    """The `config.json` of the stock architecture that computes what `config` says: `read_hf_config` gives it back.
+
+    Raises:
+        ConfigError: the family has no published format, or it can't say every fact of this config; all are named.
+    """
+    cls = get_model(model)
+    published = json.loads(json.dumps(cls.to_hf_config(config)))  # as it will be read: lists in place of tuples
+    try:
+        back = cls.from_hf_config(published)
+        lost = [f"{d.field}: {d.ours!r}, published {d.theirs!r}" for d in differences(config.to_json(), back.to_json())]
+    except ConfigError as error:
+        lost = error.problems
+    if lost:
+        raise ConfigError(
+            f"The stock architecture can't hold this {cls.model_type}.",
+            lost,
+            fix="save it with format='native', or complete to_hf_config.",
+        )
+    return published

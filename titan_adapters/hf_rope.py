@@ -133,9 +133,9 @@ class RopeSettings:
             self.problems.append(f"{ORIGINAL} is contradictory: {self.original}, in {self.place} {settings[ORIGINAL]}")
         if name == "longrope":
             factor = settings.pop("factor", None)  # it only decides the multiplier
-            if settings.get(ORIGINAL):
+            if (settings.get(ORIGINAL) or 0) > 1 and "attention_factor" not in settings:
                 factor = factor or max_seq_len / settings[ORIGINAL]
-                settings.setdefault("attention_factor", longrope_multiplier(factor, settings[ORIGINAL]))
+                settings["attention_factor"] = longrope_multiplier(factor, settings[ORIGINAL])
         values = {**kind.absent, **{key: settings.pop(key) for key in kind.keys if key in settings}}
         absent = [key for key in kind.keys if key not in kind.absent and values.get(key) is None]
         if absent:
@@ -190,6 +190,12 @@ def hf_rope_by_type(full: RopeSpec, sliding: RopeSpec, max_seq_len: int, local_k
     if sliding.scaling is not None or (local_key is None and sliding.theta != full.theta):
         raise ConfigError(
             "The rope of the layers with a window can't be said in every version of this format.",
+            fix="save with format='native'.",
+        )
+    if isinstance(full.scaling, YarnScaling) and not full.scaling.truncate:
+        # transformers 5 looks for this one key beside the layer types, not among the settings of one, and so misses it.
+        raise ConfigError(
+            "Stock code of formats with a rope per layer type ignores truncate=False of yarn.",
             fix="save with format='native'.",
         )
     return hf_rope(full, max_seq_len) | ({local_key: sliding.theta} if local_key else {}) | {

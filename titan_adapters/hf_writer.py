@@ -68,7 +68,8 @@ def hf_decoder_config(
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "pad_token_id": None,  # stock defaults exceed small vocabularies, where an embedding refuses them
+        # Stock defaults are another tokenizer's: an end that stops generation, a pad beyond a small vocabulary.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **({"intermediate_size": dense.hidden_dim, "hidden_act": HIDDEN_ACT[dense.activation]} if dense else {}),
         **hf_dtype(config.dtype),
         **(hf_rope(spec.rope, config.max_seq_len) if spec.rope else {}),

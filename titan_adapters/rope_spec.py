@@ -125,6 +125,8 @@ class RopeSpec(Spec):
     def _consistent(self) -> Self:
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be even, is {self.rotary_dim}")
+        if isinstance(self.scaling, YarnScaling) and self.theta == 1:
+            raise ValueError("yarn needs a theta other than 1, at which all pairs turn equally often")
         if isinstance(self.scaling, LongRopeScaling):
             for name in ("short_factor", "long_factor"):
                 given = len(getattr(self.scaling, name))

@@ -78,7 +78,7 @@ def test_different_config_lists_all_fields(saved):
     titan_error_text(caught)
     assert caught.value.problems == [
         "norm_eps: 1e-05 here, 1e-06 in the checkpoint",
-        "windows: [None, 7] here, [None, None] in the checkpoint",
+        "windows.1: 7 here, None in the checkpoint",
     ]
 
 

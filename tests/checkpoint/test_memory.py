@@ -45,7 +45,7 @@ def test_loading_holds_about_one_shard_besides_the_model(format, tmp_path):
     """Eight large tensors of 16 MiB each: two layers of w1, w2, w3, the embedding and the head."""
     cls = ta.get_model("llama")
     config = next(iter(cls.tiny_configs().values())).model_copy(
-        update={"dim": 512, "hidden_dim": 8192, "vocab_size": 8192, "num_layers": 2}
+        update={"dim": 516, "hidden_dim": 8192, "vocab_size": 8192, "num_layers": 2}
     )
     model = random_model(cls, config)
     ta.save_checkpoint(model, tmp_path / "sharded", format, max_shard_bytes=18 * MIB)

@@ -159,13 +159,6 @@ def demo() -> Path:
 
 
 @pytest.fixture
-def no_registrations_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that a test registers are gone after it."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    monkeypatch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))
-
-
-@pytest.fixture
 def unloaded(start: Callable[..., Any]) -> Callable[..., Any]:
     """`unloaded(folder)`: the wrapper as an engine builds it, before weights are loaded; no engine is started."""
     from vllm.config import set_current_vllm_config

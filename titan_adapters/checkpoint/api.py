@@ -26,9 +26,11 @@ from titan_adapters.checkpoint.identity import (
     read_identity,
     write_identity,
 )
+from titan_adapters.checkpoint.stock import stock_problems
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.errors import CheckpointError, StateDictError
+from titan_adapters.hf_config import write_hf_config
 from titan_adapters.state_dict import StateDictAdapter, native_adapter, native_tensors
 
 Format = Literal["native", "hf"]
@@ -101,6 +103,7 @@ def save_checkpoint(
         overwrite: Replace an existing checkpoint folder.
     """
     config = model.config
+    _check_tie(model)
     tensors = native_tensors(model)
     wanted = stored_dtypes(type(model), config)
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != wanted[name]]
@@ -193,7 +196,7 @@ def _write(
 ) -> None:
     metadata = {"format": "pt"}
     if identity.names == "hf":
-        hf_config = identity.model.to_hf_config(identity.config)
+        hf_config = write_hf_config(identity.model, identity.config)
         _check_export(identity, hf_config)
     with atomic_folder(path, overwrite=overwrite) as folder:
         if identity.names == "native":
@@ -209,14 +212,27 @@ def _write(
             _copy_companions(Path(companions), folder)
 
 
-def _check_export(identity: Identity, hf_config: dict) -> None:
-    """A published config that does not read back as ours has lost a fact of the model."""
-    lost = config_diff(identity.config, identity.model.from_hf_config(hf_config))
-    if lost:
+def _check_tie(model: BaseTransformer) -> None:
+    """Whether head and embedding are one tensor is up to the config, and must not have been changed after the fact."""
+    head, embedding, tied = model.lm_head.weight, model.tok_embeddings.weight, model.config.tied_embeddings
+    problem = None
+    if tied and head is not embedding and not torch.equal(head, embedding):
+        problem = "lm_head.weight differs from tok_embeddings.weight, but the config says that they are tied"
+    elif not tied and head is embedding:
+        problem = "lm_head.weight is tok_embeddings.weight, but the config says that they are not tied"
+    if problem:
         raise CheckpointError(
-            f"The stock architecture can't hold this {identity.model.model_type}.",
-            lost,
-            fix="save it with format='native', or complete to_hf_config.",
+            "The model contradicts its config.", [problem], fix="call model.tie_weights(), or change tied_embeddings."
+        )
+
+
+def _check_export(identity: Identity, hf_config: dict) -> None:
+    problems = stock_problems(identity.model, identity.config, hf_config)
+    if problems:
+        raise CheckpointError(
+            f"The stock architecture's tensors are not those of this {identity.model.model_type}.",
+            problems,
+            fix="save it with format='native', or correct state_dict_adapter or to_hf_config.",
         )
 
 

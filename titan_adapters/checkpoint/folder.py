@@ -232,5 +232,16 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; CheckpointError if it does not hold one."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.", fix="restore the file from its source.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object.", fix="restore the file from its source.")
+    return data
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n")

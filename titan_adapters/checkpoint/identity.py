@@ -1,13 +1,12 @@
 """Whose weights a folder holds: `titan.json` in our format, `config.json` in the published one."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from titan_adapters.checkpoint.folder import WeightsFolder, write_json
+from titan_adapters.checkpoint.folder import WeightsFolder, read_json, write_json
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
+from titan_adapters.differences import differences
 from titan_adapters.errors import CheckpointError
 from titan_adapters.hf_config import Names, read_hf_config
 from titan_adapters.registry import find_model
@@ -42,7 +41,7 @@ def read_identity(path: str | Path) -> Identity:
     """
     path = Path(path)
     if (path / TITAN_JSON).is_file():
-        data = _read_json(path / TITAN_JSON)
+        data = read_json(path / TITAN_JSON)
         expected = {"titan_format", "model", "config", "names"}
         if set(data) != expected or data["titan_format"] != FORMAT_VERSION or data["names"] not in ("native", "hf"):
             raise CheckpointError(
@@ -53,7 +52,7 @@ def read_identity(path: str | Path) -> Identity:
         cls = find_model(data["model"])
         return Identity(cls, cls.Config.from_json(data["config"]), data["names"])
     if (path / "config.json").is_file():
-        return Identity(*read_hf_config(_read_json(path / "config.json")), "hf")
+        return Identity(*read_hf_config(read_json(path / "config.json")), "hf")
     raise CheckpointError(
         f"{path} is not a checkpoint folder.",
         [f"it has neither {TITAN_JSON} nor config.json" if path.is_dir() else "there is no such folder"],
@@ -88,16 +87,5 @@ def check_digest(weights: WeightsFolder, config: TransformerConfig) -> None:
 
 def config_diff(ours: TransformerConfig, theirs: TransformerConfig, *, ignore: tuple[str, ...] = ()) -> list[str]:
     """Fields in which two configs differ, one line each."""
-    a, b = ours.to_json(), theirs.to_json()
-    keys = [key for key in {**a, **b} if key not in ignore]
-    return [f"{key}: {a.get(key)!r} here, {b.get(key)!r} in the checkpoint" for key in keys if a.get(key) != b.get(key)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.", fix="restore the file from its source.") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object.", fix="restore the file from its source.")
-    return data
+    found = differences(ours.to_json(), theirs.to_json())
+    return [f"{d.field}: {d.ours!r} here, {d.theirs!r} in the checkpoint" for d in found if d.field not in ignore]

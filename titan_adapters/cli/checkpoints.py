@@ -12,7 +12,8 @@ from rich.table import Column, Table
 
 from titan_adapters.checkpoint import convert_checkpoint, open_weights, read_identity
 from titan_adapters.checkpoint.api import DEFAULT_SHARD_BYTES
-from titan_adapters.hf_config import emit_hf_config
+from titan_adapters.hf_config import emit_hf_config, write_hf_config
+from titan_adapters.hf_diff import HFDiff, diff_hf_config
 
 Folder = Annotated[Path, typer.Argument(help="A native or published checkpoint folder.", exists=True, file_okay=False)]
 
@@ -33,14 +34,38 @@ def config(
     published: Annotated[
         bool, typer.Option("--published", help="The stock architecture's config.json instead.")
     ] = False,
+    diff: Annotated[
+        Path | None,
+        typer.Option(help="Compare the stock architecture's config with this config.json, or the one in this folder."),
+    ] = None,
 ) -> None:
-    """Print the config that an engine is given for this checkpoint, as JSON."""
+    """Print the config that an engine is given for this checkpoint, as JSON.
+
+    With --diff, only what differs; exits with 1 if anything does.
+    """
     identity = read_identity(folder)
+    if diff is not None:
+        _print_diff(diff_hf_config(identity.model, identity.config, diff))
+        return
     if published:
-        data = identity.model.to_hf_config(identity.config)
+        data = write_hf_config(identity.model, identity.config)
     else:
         data = emit_hf_config(identity.model, identity.config, identity.names)
     typer.echo(json.dumps(data, indent=2))
+
+
+def _print_diff(diff: HFDiff) -> None:
+    console = Console()
+    if not diff.same_family:
+        console.print("Another family: compared key by key; a key that one of them lacks may still mean the same.")
+    if diff.differences:
+        table = Table(*(Column(title, overflow="fold") for title in ("field", "ours", "theirs")))
+        for difference in diff.differences:
+            table.add_row(difference.field, str(difference.ours), str(difference.theirs))
+        console.print(table)
+    console.print(f"{len(diff.differences)} fields differ, {diff.num_equal} keys say the same", highlight=False)
+    if diff.differences:
+        raise typer.Exit(1)
 
 
 def inspect(folder: Folder) -> None:

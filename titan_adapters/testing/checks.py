@@ -45,6 +45,9 @@ class Case:
             for parameter in built.parameters():
                 mean = 1.0 if parameter.dim() == 1 and parameter.mean() == 1 else 0.0
                 parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
+            for name, tensor in native_tensors(built).items():
+                if not isinstance(tensor, nn.Parameter):
+                    built.get_buffer(name).normal_(std=0.2)
         return cls(model, config, built)
 
     def tokens(self, *shape: int) -> Tensor:
