@@ -46,6 +46,19 @@ def keeps_packed_copy(module: nn.Module) -> bool:
     return hasattr(module, "cpu_linear")
 
 
+def forget_repacking(module: nn.Module) -> None:
+    """Let `module`, which is being reloaded, repack its new weights too.
+
+    On the CPU, vLLM's fused experts repack weights only when they build their kernel, which they do once: after a
+    reload they would read the new weights in the wrong layout.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    if isinstance(module, RoutedExperts) and current_platform.is_cpu():
+        module.quant_method.moe_kernel = None
+
+
 def fused_moe(**options: Any) -> nn.Module:
     """vLLM's fused experts with their routing; called as `runner(x [T, D], router_logits)`."""
     from vllm.model_executor.layers.fused_moe import layer

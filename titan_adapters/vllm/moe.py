@@ -5,13 +5,13 @@ Shapes: T tokens of a step  D model dim  E experts  K chosen experts per token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
 from titan_adapters.errors import EngineError
@@ -100,18 +100,20 @@ def fused_experts(**options: Any) -> nn.Module:
         assert isinstance(experts, RoutedExperts)
         for name, parameter in experts.named_parameters():
             if name.startswith("w13"):
-                vars(parameter)["weight_loader"] = partial(_load_interleaved, experts)
+                vars(parameter)["weight_loader"] = _interleaving_loader(experts)
     return runner
 
 
-def _load_interleaved(
-    experts: RoutedExperts, parameter: Tensor, weight: Tensor, name: str, shard_id: Projection, expert_id: int
-) -> None:
+def _interleaving_loader(experts: RoutedExperts) -> Callable[..., None]:
     """In place of vLLM's loader: this rank's rows of w1 to the even rows, those of w3 to the odd ones."""
-    local = experts._map_global_expert_id_to_local_expert_id(expert_id)
-    if local >= 0:
-        width, first = parameter.shape[1] // 2, 0 if shard_id == "w1" else 1
-        parameter.data[local, first::2] = weight.narrow(0, experts.moe_config.tp_rank * width, width)
+
+    def load(param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: Projection, expert_id: int) -> None:
+        local = experts._map_global_expert_id_to_local_expert_id(expert_id)
+        if local >= 0:
+            width, first = param.shape[1] // 2, 0 if shard_id == "w1" else 1
+            param.data[local, first::2] = loaded_weight.narrow(0, experts.moe_config.tp_rank * width, width)
+
+    return load
 
 
 class EngineMoE(nn.Module):
@@ -138,6 +140,12 @@ class EngineMoE(nn.Module):
             **expert_options(spec),
             **routing,
         )
+
+    @property
+    def vllm_router(self) -> BaseRouter:
+        router = self.runner.router
+        assert isinstance(router, BaseRouter)
+        return router
 
     def _choose(
         self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
