@@ -21,6 +21,7 @@ from tests.vllm.conftest import (
     recorded_steps,
     torch_logprobs_of,
 )
+from tests.vllm.models import FreeAttention
 
 pytestmark = pytest.mark.engine
 
@@ -37,16 +38,24 @@ class Served(NamedTuple):
         return random_tokens(self.model.config, length, seed=seed).tolist()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(p.values, id=p.id) for p in EVERY_MODEL])
+FREE = [
+    pytest.param(FreeAttention, config, id=f"free attention: {name}")
+    for name, config in FreeAttention.tiny_configs().items()
+]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(p.values, id=p.id) for p in EVERY_MODEL + FREE])
 def served(request, start, tmp_path_factory) -> Iterator[Served]:
     cls, config = request.param
+    if cls is FreeAttention:
+        ta.register_model(cls)
     model = random_model(cls, config)
     folder = tmp_path_factory.mktemp("checkpoint") / "native"
     ta.save_checkpoint(model, folder)
     # As few cache blocks as one request of max_model_len needs, so that several long ones must preempt each other. vLLM
     # keeps layers in groups of equal size and kind, each with blocks of its own.
-    windows = [spec.window for spec in config.attention_specs()]
-    uneven = len({windows.count(window) for window in windows}) > 1
+    kinds = [(spec.window, spec.chunk) for spec in config.attention_specs()]
+    uneven = len({kinds.count(kind) for kind in kinds}) > 1
     yield Served(model, start(checkpoint=folder, num_gpu_blocks_override=24 if uneven else 14))
 
 
