@@ -30,6 +30,7 @@ from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
 from titan_adapters.nn import FeedForward, InnerAttention, QKVLinear, SequenceInfo
 from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
+from titan_adapters.vllm.compat import sinks_dtype
 from titan_adapters.vllm.honours import unsplittable
 
 
@@ -52,7 +53,7 @@ class EngineAttention(nn.Module):
         }
         self.sinks = None
         if spec.sinks:
-            sinks = torch.full((spec.num_heads // tp,), float("nan"), device=device)
+            sinks = torch.full((spec.num_heads // tp,), float("nan"), device=device, dtype=sinks_dtype())
             options["sinks"] = self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.attn: Attention
         if spec.chunk is not None:
