@@ -28,6 +28,24 @@ EVERY_MODEL = [
 """(model class, config) of every installed model's every tiny config."""
 
 
+WINDOWED = [info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields]
+
+
+def one_windowed_layer(cls: type[ta.BaseTransformer], *windows: int) -> ta.TransformerConfig:
+    """The first tiny config of a family in `WINDOWED`, with as many layers as there are `windows`.
+
+    Only so few layers show the edge of a window: n of them reach n times as far back.
+    """
+    config = next(iter(cls.tiny_configs().values()))
+    changed: dict[str, object] = {"num_layers": len(windows), "windows": windows}
+    for name, field in cls.Config.model_fields.items():
+        if "per layer" in field.metadata and name != "windows":
+            changed[name] = getattr(config, name)[:1] * len(windows)
+    config = config.model_copy(update=changed)
+    assert [spec.window for spec in config.attention_specs()] == list(windows)
+    return config
+
+
 def random_model(model: type[ta.BaseTransformer], config: ta.TransformerConfig, seed: int = 0) -> ta.BaseTransformer:
     """A model whose weights are all random, so that no bias is zero and no norm is a no-op.
 

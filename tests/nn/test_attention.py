@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import titan_adapters as ta
-from tests.conftest import random_model, random_tokens, relative_error
+from tests.conftest import WINDOWED, one_windowed_layer, random_model, random_tokens, relative_error
 from titan_adapters.nn import InnerAttention, SequenceInfo, sequence_info
 
 
@@ -93,18 +93,11 @@ def test_gqa_is_mha_with_repeated_kv_weights():
         assert relative_error(attention(x, sequence_info(torch.zeros(S), None, None)), expected) > 1e-2
 
 
-WINDOWED = [info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields]
-
-
 @pytest.mark.parametrize("name", WINDOWED)
 def test_window_edge(name):
     """With one layer and a window of 5, token 12 sees tokens 8 to 12: 8 is the edge, 7 is outside."""
     cls = ta.get_model(name)
-    config = next(iter(cls.tiny_configs().values()))
-    per_layer = {
-        field: (value[0],) for field in cls.Config.model_fields if isinstance(value := getattr(config, field), tuple)
-    }
-    config = config.model_copy(update={**per_layer, "num_layers": 1, "windows": (5,)})
+    config = one_windowed_layer(cls, 5)
     model = random_model(cls, config)
     tokens = random_tokens(config, 16)
 

@@ -158,11 +158,13 @@ def demo() -> Path:
     return ROOT / ".demo"
 
 
-@pytest.fixture
-def no_registrations_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that a test registers are gone after it."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    monkeypatch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))
+@pytest.fixture(scope="module")
+def no_registrations_left() -> Iterator[None]:
+    """Models that a module's tests register are gone after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+        patch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))
+        yield
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.vllm.conftest import engine_model, error_against_torch, generate, log
 from tests.vllm.models import TINY, FreeAttention, Llama
 from titan_adapters.checkpoint import open_weights
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("no_registrations_left")]
 
 TOLERANCE = 1e-5
 TIED = Llama.tiny_configs()["tied, llama3 rope"]
