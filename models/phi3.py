@@ -105,7 +105,7 @@ class Phi3(ta.BaseTransformer):
         )  # fmt: skip
         short = longrope.model_copy(update={"original_max_position": 128})
         return {
-            "long factors, partial rotary": partial,
+            "long factors, partial rotary, window": partial.model_copy(update={"windows": (5, 5)}),
             "short factors, tied, one kv head": partial.model_copy(
                 update={
                     "rope": partial.rope.model_copy(update={"scaling": short}),

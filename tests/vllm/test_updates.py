@@ -177,7 +177,7 @@ def test_models_in_one_process_do_not_disturb_each_other(start, tmp_path):
     cases = [
         (Llama, TINY),
         (Llama, TIED),  # the same class with another config
-        (qwen3, qwen3.tiny_configs()["second layer windowed, square mlp"]),
+        (qwen3, qwen3.tiny_configs()["second layer windowed, square mlp, yarn"]),
     ]
     engines, models, alone = [], [], []
     for index, (cls, config) in enumerate(cases):
