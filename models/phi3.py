@@ -71,6 +71,9 @@ class Phi3(ta.BaseTransformer):
         r.expect("hidden_act", "silu")
         r.expect("attention_bias", False, default=False)
         r.expect("mlp_bias", False, default=False)
+        r.expect("lm_head_bias", False, default=False)
+        for own in ("full_attn_mod", "interpolate_factor"):  # of Microsoft's own code; transformers reads neither
+            r.expect(own, 1, default=1)
         fields = r.decoder_fields()
         fields["windows"] = r.one_window(fields["num_layers"])
         original = r.take("original_max_position_embeddings", None)
