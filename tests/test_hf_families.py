@@ -25,10 +25,10 @@ MINISTRAL3 = BASE | {  # mistralai/Ministral-3-8B-Base-2512, text_config
 }  # fmt: skip
 STARCODER2 = {  # bigcode/starcoder2-7b, which leaves out tie_word_embeddings
     "model_type": "starcoder2", "hidden_size": 4608, "intermediate_size": 18432, "num_hidden_layers": 32,
-    "torch_dtype": "bfloat16", "use_cache": True, "num_attention_heads": 36, "num_key_value_heads": 4,
-    "max_position_embeddings": 16384, "norm_epsilon": 1e-5, "norm_type": "layer_norm", "mlp_type": "default", "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1000000,
+    "num_attention_heads": 36, "num_key_value_heads": 4, "max_position_embeddings": 16384, "norm_epsilon": 1e-5,
+    "norm_type": "layer_norm", "mlp_type": "default", "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1000000,
     "sliding_window": 4096, "use_bias": True, "vocab_size": 49152, "attention_dropout": 0.1, "embedding_dropout": 0.1,
-    "residual_dropout": 0.1,
+    "residual_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True,
 }  # fmt: skip
 PYTHIA = BASE | {  # EleutherAI/pythia-1b
     "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
