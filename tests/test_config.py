@@ -177,7 +177,7 @@ def test_emitted_config_by_hand():
 
 def test_emitted_window_comes_with_the_layers_that_have_it():
     """A window without layer_types would be applied to every layer."""
-    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
+    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp, yarn"]
     emitted = ta.emit_hf_config("qwen3", config)
     assert emitted["sliding_window"] == 5
     assert emitted["layer_types"] == ["full_attention", "sliding_attention"]
@@ -200,7 +200,7 @@ def test_emission_refuses_what_the_engine_cannot_say():
         ta.emit_hf_config("llama", config)
     titan_error_text(caught)
     assert caught.value.problems == ["layer 0: 2", "layer 1: 3"]
-    windows = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
+    windows = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp, yarn"]
     with pytest.raises(ta.TitanError, match="Layers differ in window"):
         ta.emit_hf_config("qwen3", windows.model_copy(update={"windows": (5, 6)}))
 
