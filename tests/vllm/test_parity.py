@@ -108,15 +108,15 @@ def test_preemption(served):
     assert error_against_torch(served.model, outputs) < TOLERANCE
 
 
-@pytest.mark.parametrize("windows", [(5,), (5, 5)], ids=["one layer", "two layers"])
+@pytest.mark.parametrize("windows", [(5,), (5, 5), (5, 9)], ids=["one layer", "two layers", "two windows"])
 def test_window_edge(start, tmp_path, windows):
-    """Through n layers a window of 5 reaches back 4n tokens: exactly these see a change, and see it in the engine."""
+    """Each layer's window of w reaches back w - 1 tokens: exactly these see a change, and see it in the engine."""
     cls = ta.get_model("qwen2")
     config = next(iter(cls.tiny_configs().values())).model_copy(update={"windows": windows, "num_layers": len(windows)})
     model = random_model(cls, config)
     ta.save_checkpoint(model, tmp_path / "native")
     llm = start(checkpoint=tmp_path / "native", enable_prefix_caching=False)
-    position, reach = 20, 4 * len(windows)
+    position, reach = 20, sum(window - 1 for window in windows)
     prompt = random_tokens(config, LENGTH).tolist()
     changed = list(prompt)
     changed[position] = (changed[position] + 1) % config.vocab_size
