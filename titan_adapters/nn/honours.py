@@ -1,0 +1,30 @@
+"""Which module of plain torch computes each spec field. The engine's counterpart is `titan_adapters.vllm.honours`."""
+
+from torch import nn
+
+from titan_adapters.config import AttentionSpec, FeedForwardSpec
+from titan_adapters.nn.attention import Attention, InnerAttention, QKVLinear
+from titan_adapters.nn.feed_forward import FeedForward
+from titan_adapters.nn.norm import RMSNorm
+from titan_adapters.nn.rope import Rope
+from titan_adapters.spec import Spec
+
+HONOURED: dict[type[Spec], dict[str, type[nn.Module]]] = {
+    AttentionSpec: {
+        "num_heads": QKVLinear,
+        "num_kv_heads": QKVLinear,
+        "head_dim": QKVLinear,
+        "v_head_dim": QKVLinear,
+        "scale": InnerAttention,
+        "window": InnerAttention,
+        "chunk": InnerAttention,
+        "sinks": InnerAttention,
+        "softcap": InnerAttention,
+        "qk_norm": RMSNorm,
+        "biases": Attention,
+        "rope": Rope,
+        "temperature": Attention,
+        "output_gate": Attention,
+    },
+    FeedForwardSpec: dict.fromkeys(("hidden_dim", "activation", "gated", "bias"), FeedForward),
+}
