@@ -23,20 +23,20 @@ def test_the_table_names_fields_that_exist(spec):
 
 
 def test_a_new_field_is_refused_once_it_is_used():
-    class SinkSpec(ta.AttentionSpec):
-        sinks: bool
-        chunk: int | None
+    class NewSpec(ta.AttentionSpec):
+        alibi: bool
+        dilation: int | None
 
     class Config(Llama.Config):
         def attention(self, layer):
             old = super().attention(layer)
-            new = {"sinks": layer != 1, "chunk": 8 if layer == 1 else None}
-            return SinkSpec(**{name: getattr(old, name) for name in type(old).model_fields}, **new)
+            new = {"alibi": layer != 1, "dilation": 8 if layer == 1 else None}
+            return NewSpec(**{name: getattr(old, name) for name in type(old).model_fields}, **new)
 
     config = Config.from_json(next(iter(Llama.tiny_configs().values())).to_json())
     assert unhonoured(config) == [
-        "SinkSpec.sinks = True of layers [0, 2] is not honoured by vLLM's engine",
-        "SinkSpec.chunk = 8 of layers [1] is not honoured by vLLM's engine",
+        "NewSpec.alibi = True of layers [0, 2] is not honoured by vLLM's engine",
+        "NewSpec.dilation = 8 of layers [1] is not honoured by vLLM's engine",
     ]
 
 

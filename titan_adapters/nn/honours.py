@@ -2,9 +2,11 @@
 
 from torch import nn
 
-from titan_adapters.config import AttentionSpec, FeedForwardSpec
+from titan_adapters.config import AttentionSpec
+from titan_adapters.moe_spec import FeedForwardSpec, MoESpec
 from titan_adapters.nn.attention import Attention, InnerAttention, QKVLinear
 from titan_adapters.nn.feed_forward import FeedForward
+from titan_adapters.nn.moe import InnerExperts, MoE, Router
 from titan_adapters.nn.norm import RMSNorm
 from titan_adapters.nn.rope import Rope
 from titan_adapters.spec import Spec
@@ -25,6 +27,23 @@ HONOURED: dict[type[Spec], dict[str, type[nn.Module]]] = {
         "rope": Rope,
         "temperature": Attention,
         "output_gate": Attention,
+    },
+    MoESpec: {
+        "num_experts": InnerExperts,
+        "top_k": Router,
+        "hidden_dim": InnerExperts,
+        "score": Router,
+        "renormalize": Router,
+        "scaling_factor": Router,
+        "groups": Router,
+        "correction_bias": Router,
+        "weighs": InnerExperts,
+        "router_dtype": Router,
+        "router_bias": Router,
+        "activation": InnerExperts,
+        "gated": InnerExperts,
+        "bias": InnerExperts,
+        "shared": MoE,
     },
     FeedForwardSpec: dict.fromkeys(("hidden_dim", "activation", "gated", "bias"), FeedForward),
 }
