@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import titan_adapters as ta
+from titan_adapters.contract import meta_model
 
 Llama = ta.get_model("llama")
 LlamaConfig = Llama.Config
@@ -188,3 +189,28 @@ class Registered(Llama):
     """For registration by path."""
 
     model_type = "registered-by-path"
+
+
+class Mixed(Llama):
+    """Layers that differ in everything; its published names are its own."""
+
+    model_type = "mixed"
+
+    class Config(LlamaConfig):
+        layers: ta.PerLayer[tuple[int, int, int, int | None, int]]
+        """num_heads, num_kv_heads, head_dim, window and hidden_dim."""
+
+        def attention(self, layer: int) -> ta.AttentionSpec:
+            heads, kv_heads, head_dim, window, _ = self.layers[layer]
+            rope = self.rope.model_copy(update={"rotary_dim": head_dim})
+            changed = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": head_dim}
+            scaled = {"window": window, "rope": rope, "scale": head_dim**-0.5}
+            return super().attention(layer).model_copy(update=changed | scaled)
+
+        def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
+            return super().feed_forward(layer).model_copy(update={"hidden_dim": self.layers[layer][-1]})
+
+    @classmethod
+    def state_dict_adapter(cls, config: ta.TransformerConfig) -> ta.StateDictAdapter:
+        names = ta.state_dict.native_tensors(meta_model(cls, config))
+        return ta.StateDictAdapter(*(ta.Rename(name, name) for name in names))
