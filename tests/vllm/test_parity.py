@@ -45,7 +45,7 @@ def served(request, start, tmp_path_factory) -> Iterator[Served]:
     ta.save_checkpoint(model, folder)
     # As few cache blocks as one request of max_model_len needs, so that several long ones must preempt each other. vLLM
     # keeps layers in groups of equal size and kind, each with blocks of its own.
-    windows = [spec.window for spec in config.attention_specs()]
+    windows = [(spec.window, spec.chunk) for spec in config.attention_specs()]
     uneven = len({windows.count(window) for window in windows}) > 1
     yield Served(model, start(checkpoint=folder, num_gpu_blocks_override=24 if uneven else 14))
 
