@@ -17,9 +17,11 @@ INERT = {
     "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
     "chunk_size_feed_forward", "classifier_dropout", "cls_token_id", "embd_pdrop", "embedding_dropout",
     "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "label2id", "mask_token_id",
-    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
-    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "torchscript", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache",
+    "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
+    "router_aux_loss_coef",  # weight of the load-balancing loss
+    "router_jitter_noise",  # multiplies a mixture's input in training only
+    "sep_token_id", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
 
 # Keys that would change the function, were they not at the one value that every family here computes.
@@ -214,6 +216,11 @@ class HFReader:
         """Build the config, or raise ConfigError with every problem."""
         for key, value in FIXED.items():
             self.expect(key, value, default=value)
+        if (quantization := self.take("quantization_config", None)) is not None:
+            self.problems.append(
+                f"quantization_config: the weights are quantised ({quantization.get('quant_method')}), and only plain "
+                "ones are read: take a checkpoint of the same model in bf16"
+            )
         self.problems += [
             f"{key} = {value!r} is not read by {self.family}"
             for key, value in sorted(self._left.items())
