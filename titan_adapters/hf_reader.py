@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import ConfigError
 from titan_adapters.hf_rope import RopeSettings
 from titan_adapters.rope_spec import RopeSpec
@@ -50,6 +51,15 @@ class HFReader:
             self.problems.append(f"{key} is missing")
             return None
         return default
+
+    def take_either(self, *keys: str) -> Any:
+        """The value that these keys have; which of them is there depends on who wrote the config."""
+        values = {key: value for key in keys if (value := self._left.pop(key, None)) is not None}
+        if len(set(values.values())) > 1:
+            self.problems.append(f"{keys[0]} is contradictory: {', '.join(f'{k} = {v}' for k, v in values.items())}")
+        if not values:
+            self.problems.append(f"{' / '.join(keys)} is missing")
+        return next(iter(values.values()), None)
 
     def expect(self, key: str, *accepted: Any, default: Any = MISSING) -> None:
         """Require one of the `accepted` values: the model computes nothing else."""
@@ -204,6 +214,28 @@ class HFReader:
         window = self.take("sliding_window", None)
         return None if num_layers is None else (window,) * num_layers
 
+    def switched_window(self, num_layers: int | None) -> tuple[int | None, ...] | None:
+        """The same where `use_sliding_window` turns it on (Qwen3 MoE)."""
+        used = self.take("use_sliding_window", False)
+        first = self.take("max_window_layers", None)
+        if used and first is not None:
+            # transformers 4 read it as the first layer with the window, 5 ignores it.
+            self.problems.append(f"use_sliding_window with max_window_layers = {first} has no agreed meaning")
+        windows = self.one_window(num_layers)
+        return windows if used or num_layers is None else (None,) * num_layers
+
+    def sparse_layers(self, num_layers: int | None) -> tuple[bool, ...] | None:
+        """Whether each layer is a mixture of experts, from `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
+        dense, step = self.take("mlp_only_layers", ()), self.take("decoder_sparse_step", 1)
+        if num_layers is None:
+            return None
+        if step < 1:
+            self.problems.append(f"decoder_sparse_step must be at least 1, is {step}")
+            return None
+        if unknown := sorted(set(dense) - set(range(num_layers))):
+            self.problems.append(f"mlp_only_layers names layers {unknown}, there are {num_layers}")
+        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
     def build(self, make: Callable[[], Any]) -> Any:
         """Run a spec or config constructor, turning its validation errors into problems."""
         try:
@@ -226,10 +258,17 @@ class HFReader:
             for key, value in sorted(self._left.items())
             if key not in INERT and not key.startswith("_") and value is not None
         ]
-        if not self.problems and (config := self.build(make)) is not None:
+        if not self.problems and (config := self.build(lambda: _with_specs(make()))) is not None:
             return config
         raise ConfigError(
             f"This config.json can't be read as {self.family}.",
             self.problems,
             fix="add or correct these keys. Remove a key only if you know that no forward pass reads it.",
         )
+
+
+def _with_specs(config: TransformerConfig) -> TransformerConfig:
+    """`config`, once every layer's specs are known to be free of contradictions."""
+    for layer in range(config.num_layers):
+        config.attention(layer), config.feed_forward(layer)
+    return config
