@@ -92,19 +92,6 @@ SMOLLM3 = BASE | {  # HuggingFaceTB/SmolLM3-3B
     "vocab_size": 128256,
 }  # fmt: skip
 
-GPT_OSS = {  # openai/gpt-oss-20b, with the dtype of its bf16 copies and without quantization_config
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "initial_context_length": 4096, "rope_theta": 150000, "hidden_act": "silu", "swiglu_limit": 7.0,
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
-    },
-    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "num_local_experts": 32,
-    "num_experts_per_tok": 4, "experts_per_token": 4, "attention_bias": True, "output_router_logits": False,
-    "router_aux_loss_coef": 0.9, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 201088,
-}  # fmt: skip
-
 
 def read(hf: dict, *without: str, **changes):
     _, config = ta.read_hf_config({key: value for key, value in (hf | changes).items() if key not in without})
@@ -138,7 +125,7 @@ def test_ministral_windows():
 
 def test_ministral3():
     spec = read(MINISTRAL3).attention(0)
-    assert spec.temperature == ta.TemperatureSpec(beta=0.1, original_max_position=16384)
+    assert spec.temperature == ta.TemperatureSpec(beta=0.1, original_max_position=16384, offset=0)
     assert spec.rope.scaling == ta.YarnScaling(
         factor=16.0, original_max_position=16384, beta_fast=32.0, beta_slow=1.0, truncate=True, attention_factor=None,
         mscale=1.0, mscale_all_dim=1.0,
@@ -302,38 +289,3 @@ def test_smollm3():
     assert problems(SMOLLM3, no_rope_layers=[1, 0])[0] == (
         "config: Value error, rotates must have one value per layer, 36, has 2"
     )
-
-
-def test_gpt_oss():
-    config = read(GPT_OSS)
-    spec = config.attention(1)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.biases) == (64, 8, 64, 0.125, "qkvo")
-    assert config.windows == (128, None) * 12 and spec.sinks
-    assert spec.rope.theta == 150000 and spec.rope.scaling == ta.YarnScaling(
-        factor=32.0, original_max_position=4096, beta_fast=32.0, beta_slow=1.0, truncate=False, attention_factor=None,
-        mscale=None, mscale_all_dim=None,
-    )  # fmt: skip
-    assert config.norm() == ta.RMSNormSpec(eps=1e-5, offset=0.0, weight_in_fp32=True)
-    assert config.feed_forward(0) == ta.MoESpec(
-        num_experts=32, top_k=4, hidden_dim=2880, score="softmax_of_top_k", renormalize=False, scaling_factor=1.0,
-        groups=None, correction_bias=False, weighs="output", router_dtype="model", router_bias=True,
-        activation=ta.ClampedSwiGLU(alpha=1.702, limit=7.0), gated=True, bias=True, shared=None,
-    )  # fmt: skip
-    assert read(GPT_OSS, "layer_types", "swiglu_limit", "head_dim", "num_key_value_heads", "attention_bias") == config
-    assert read(GPT_OSS, swiglu_alpha=1.5).swiglu.alpha == 1.5
-    v5 = GPT_OSS["rope_scaling"] | {"rope_theta": 150000}
-    assert read(GPT_OSS, "rope_theta", "rope_scaling", "initial_context_length", rope_parameters=v5) == config
-    assert problems(GPT_OSS, experts_per_token=2) == ["experts_per_token is 2; gpt_oss computes 4 only"]
-    assert problems(GPT_OSS, initial_context_length=8192) == [
-        "original_max_position_embeddings is contradictory: 8192, in rope_parameters 4096"
-    ]
-
-
-def test_gpt_oss_in_mxfp4_is_refused():
-    """As openai/gpt-oss-20b itself is published; it names no dtype either."""
-    quantization = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
-    assert problems(GPT_OSS, "torch_dtype", quantization_config=quantization) == [
-        "dtype / torch_dtype is missing: say what the weights are served in",
-        "quantization_config: the weights are quantised (mxfp4), and only plain ones are read: take a checkpoint of "
-        "the same model in bf16",
-    ]
