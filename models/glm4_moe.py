@@ -6,7 +6,7 @@ import titan_adapters as ta
 
 PUBLISHED = {
     "attention_bias": "attention_bias", "use_qk_norm": "qk_norm", "intermediate_size": "hidden_dim",
-    "first_k_dense_replace": "num_dense_layers", "n_routed_experts": "num_experts", "num_experts_per_tok": "top_k",
+    "first_k_dense_replace": "num_dense_layers", "num_experts_per_tok": "top_k",
     "moe_intermediate_size": "expert_dim", "n_shared_experts": "num_shared_experts", "norm_topk_prob": "renormalize",
     "routed_scaling_factor": "scaling_factor",
 }  # fmt: skip
@@ -103,6 +103,7 @@ class Glm4Moe(ta.BaseTransformer):
             r.expect(spelling, 0, 1, default=0)
         fields = r.decoder_fields()
         fields |= {ours: r.take(theirs) for theirs, ours in PUBLISHED.items() if ours not in fields}
+        fields["num_experts"] = r.take_either("n_routed_experts", "num_local_experts")
         fields["rope"] = r.rope(fields["head_dim"], "half", fields["max_seq_len"], partial=0.5)
         groups = {"num_groups": r.take("n_group", 1), "top_groups": r.take("topk_group", 1)}
         one = set(groups.values()) == {1}
@@ -116,6 +117,7 @@ class Glm4Moe(ta.BaseTransformer):
             **ta.hf_rope(config.rope, config.max_seq_len, config.head_dim),
             **{theirs: getattr(config, ours) for theirs, ours in PUBLISHED.items()},
             "hidden_act": "silu",
+            "n_routed_experts": config.num_experts,
             "n_group": config.groups.num_groups if config.groups else 1,
             "topk_group": config.groups.top_groups if config.groups else 1,
             "num_nextn_predict_layers": 0,

@@ -73,7 +73,6 @@ class GptOss(ta.BaseTransformer):
 
     @classmethod
     def state_dict_adapter(cls, config: GptOssConfig) -> ta.StateDictAdapter:
-        hf, native = "model.layers.{layer}.mlp", "layers.{layer}.moe"
         layout = ta.StackedExperts(
             hidden_dim=config.hidden_dim,
             order="gate_up",
@@ -81,11 +80,8 @@ class GptOss(ta.BaseTransformer):
             gate_up_transposed=True,
             down_transposed=True,
         )
-        mixture = [
-            *ta.linear_rows(f"{hf}.router", f"{native}.router.gate", bias=True),
-            *ta.expert_rows(f"{hf}.experts", f"{native}.experts", layout=layout, bias=True),
-        ]
-        return ta.StateDictAdapter(*ta.decoder_rows(config, feed_forward=mixture), layer=range(config.num_layers))
+        mixtures = ta.moe_rows(config, "model.layers.{moe}.mlp", "layers.{moe}.moe", layout=layout, router="router")
+        return ta.StateDictAdapter(*ta.decoder_rows(config, feed_forward=mixtures), **ta.layer_ranges(config))
 
     @classmethod
     def from_hf_config(cls, hf: dict[str, Any]) -> GptOssConfig:
@@ -94,9 +90,8 @@ class GptOss(ta.BaseTransformer):
         r.expect("hidden_act", "silu")  # what the gate is at alpha = 1, without a limit
         fields = r.decoder_fields()
         fields["attention_bias"] = r.take("attention_bias", True)
-        fields["num_experts"] = r.take("num_local_experts")
-        fields["top_k"] = r.take("num_experts_per_tok")
-        r.expect("experts_per_token", fields["top_k"], default=fields["top_k"])  # a copy
+        fields["num_experts"] = r.take_either("num_local_experts", "num_experts")
+        fields["top_k"] = r.take_either("num_experts_per_tok", "experts_per_token")
         gate = {"alpha": r.take("swiglu_alpha", 1.702), "limit": r.take("swiglu_limit", 7.0)}
         fields["swiglu"] = r.build(lambda: ta.ClampedSwiGLU(**gate))
         fields["windows"] = r.windows(fields["num_layers"], full_every=2)
