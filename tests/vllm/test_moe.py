@@ -176,7 +176,7 @@ def test_correction_bias_stays_fp32_in_a_bf16_engine(start, tmp_path, experts):
     config = FreeMoE.config(**DEEPSEEK).model_copy(update={"dtype": "bfloat16"})
     model = random_model(FreeMoE, config)
     router = model.layers[1].moe.router
-    # Around 4, one bf16 step is 1/32: rounded, these are all equal, and no longer decide between scores that nearly are.
+    # Around 4, one bf16 step is 1/32: rounded, these are equal, and no longer decide between scores that nearly are.
     router.correction_bias.copy_(4 + torch.arange(8) / 1024)
     with torch.no_grad():
         router.gate.weight *= 1e-3
