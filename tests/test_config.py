@@ -68,7 +68,7 @@ def test_specs_have_no_defaults_no_extras_and_do_not_change(spec, fields):
         ),
         (ta.AttentionSpec, ATTENTION | {"head_dim": 6}, r"rotary_dim \(8\) exceeds head_dim \(6\)"),
         (ta.AttentionSpec, ATTENTION | {"window": 0}, "greater than 0"),
-        (ta.Llama3Scaling, SCALING | {"high_freq_factor": 1.0}, r"high_freq_factor \(1.0\) must exceed"),
+        (ta.Llama3Scaling, SCALING | {"high_freq_factor": 0.5}, r"high_freq_factor \(0.5\) must be at least"),
         (ta.FeedForwardSpec, FEED_FORWARD | {"activation": "relu"}, "'silu', 'gelu' or 'gelu_tanh'"),
         (ta.MoESpec, MOE | {"top_k": 9}, r"top_k \(9\) exceeds num_experts \(8\)"),
         (ta.MoESpec, MOE | {"top_k": 0}, "greater than 0"),
@@ -146,7 +146,11 @@ def test_fingerprint_changes_with_every_field(cls, config):
         "norm_eps": 1e-4,
         "num_kv_heads": 1 if config.attention(0).num_kv_heads > 1 else config.attention(0).num_heads,
         "activation": "gelu_tanh" if getattr(config, "activation", "") == "gelu" else "gelu",
-        "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7),
+        "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7, offset=0),
+        "swiglu": ta.ClampedSwiGLU(alpha=2.0, limit=3.0),
+        "groups": ta.ExpertGroupsSpec(num_groups=1, top_groups=1, score="max"),
+        "top_k": 2 if getattr(config, "top_k", None) == 1 else 1,
+        "num_dense_layers": getattr(config, "num_dense_layers", 0) + 1,
     }
     # Fields that hold one value per layer.
     per_layer = {name: v for name in cls.Config.model_fields if isinstance(v := getattr(config, name), tuple)}
@@ -227,7 +231,7 @@ def test_emitted_config_by_hand():
 
 def test_emitted_window_comes_with_the_layers_that_have_it():
     """A window without layer_types would be applied to every layer."""
-    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
+    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp, yarn"]
     emitted = ta.emit_hf_config("qwen3", config)
     assert emitted["sliding_window"] == 5
     assert emitted["layer_types"] == ["full_attention", "sliding_attention"]
@@ -243,16 +247,25 @@ class Uneven(titan_models.llama.LlamaConfig):
         return super().attention(layer).model_copy(update=changes)
 
 
-def test_emission_refuses_what_the_engine_cannot_say():
-    base = next(iter(ta.get_model("llama").tiny_configs().values()))
-    config = Uneven.from_json(base.model_copy(update={"num_layers": 2}).to_json())
-    with pytest.raises(ta.TitanError, match="Layers differ in num_kv_heads") as caught:
-        ta.emit_hf_config("llama", config)
-    titan_error_text(caught)
-    assert caught.value.problems == ["layer 0: 2", "layer 1: 3"]
-    windows = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
-    with pytest.raises(ta.TitanError, match="Layers differ in window"):
-        ta.emit_hf_config("qwen3", windows.model_copy(update={"windows": (5, 6)}))
+def test_emitted_numbers_of_layers_that_differ():
+    """One number for all layers, true for what an engine reads it for: heads can be split by what divides every count,
+    and scratch space must fit the widest head, of values too."""
+
+    class Config(titan_models.llama.LlamaConfig):
+        def attention(self, layer):
+            differing = [
+                {"num_heads": 8, "num_kv_heads": 2, "window": 9},
+                {"num_heads": 12, "num_kv_heads": 3, "head_dim": 64, "window": 5},
+                {"num_heads": 20, "num_kv_heads": 1, "v_head_dim": 96, "chunk": 8},
+            ]
+            return super().attention(layer).model_copy(update=differing[layer])
+
+    config = Config.from_json(next(iter(ta.get_model("llama").tiny_configs().values())).to_json())
+    emitted = ta.emit_hf_config("llama", config)
+    assert [emitted[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")] == [4, 3, 96]
+    assert emitted["sliding_window"] == 5
+    assert emitted["layer_types"] == ["sliding_attention", "sliding_attention", "chunked_attention"]
+    assert "attention_chunk_size" not in emitted
 
 
 def test_emitted_softcap_only_if_a_layer_has_one():

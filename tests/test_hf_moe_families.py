@@ -1,10 +1,14 @@
 """As test_hf_families, for the families with mixtures of experts; and their row lists."""
 
+import re
+
 import pytest
+import torch
 
 import titan_adapters as ta
 from tests.conftest import titan_error_text
 from tests.test_hf_families import BASE, problems, read
+from titan_adapters.state_dict import native_tensors
 
 MIXTRAL = BASE | {  # mistralai/Mixtral-8x7B-v0.1
     "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -34,6 +38,27 @@ OLMOE = BASE | {  # allenai/OLMoE-1B-7B-0924
     "rope_theta": 10000.0, "rope_scaling": None, "vocab_size": 50304, "clip_qkv": None, "norm_topk_prob": False,
     "num_experts": 64, "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.01,
     "attention_bias": False,
+}  # fmt: skip
+GPT_OSS = {  # openai/gpt-oss-20b, with the dtype of its bf16 copies and without quantization_config
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "initial_context_length": 4096, "rope_theta": 150000, "hidden_act": "silu", "swiglu_limit": 7.0,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "experts_per_token": 4, "attention_bias": True, "output_router_logits": False,
+    "router_aux_loss_coef": 0.9, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 201088,
+}  # fmt: skip
+
+GLM4_MOE = BASE | {  # zai-org/GLM-4.5-Air
+    "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46, "head_dim": 128,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_scaling": None, "rope_theta": 1000000, "partial_rotary_factor": 0.5, "attention_bias": True,
+    "use_qk_norm": False, "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1, "attention_dropout": 0.0, "vocab_size": 151552,
 }  # fmt: skip
 
 
@@ -156,3 +181,91 @@ def test_mixtures_of_different_shapes_are_refused():
     with pytest.raises(ta.TitanError, match=r"Layers 0 and 1 differ in num_experts \(8, 7\)") as caught:
         cls.state_dict_adapter(config)
     titan_error_text(caught)
+
+
+def test_gpt_oss():
+    config = read(GPT_OSS)
+    spec = config.attention(1)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale, spec.biases) == (64, 8, 64, 0.125, "qkvo")
+    assert config.windows == (128, None) * 12 and spec.sinks
+    assert spec.rope.theta == 150000 and spec.rope.scaling == ta.YarnScaling(
+        factor=32.0, original_max_position=4096, beta_fast=32.0, beta_slow=1.0, truncate=False, attention_factor=None,
+        mscale=None, mscale_all_dim=None,
+    )  # fmt: skip
+    assert config.norm() == ta.RMSNormSpec(eps=1e-5, offset=0.0, weight_in_fp32=True)
+    expected = mixture(
+        num_experts=32, top_k=4, hidden_dim=2880, score="softmax_of_top_k", router_bias=True, bias=True,
+        activation=ta.ClampedSwiGLU(alpha=1.702, limit=7.0),
+    )  # fmt: skip
+    assert config.moe_specs() == dict.fromkeys(range(24), expected)
+    assert read(GPT_OSS, "layer_types", "swiglu_limit", "head_dim", "num_key_value_heads", "attention_bias") == config
+    assert read(GPT_OSS, swiglu_alpha=1.5).swiglu.alpha == 1.5
+    v5 = GPT_OSS["rope_scaling"] | {"rope_theta": 150000}
+    assert read(GPT_OSS, "rope_theta", "rope_scaling", "initial_context_length", rope_parameters=v5) == config
+    assert problems(GPT_OSS, experts_per_token=2) == [
+        "num_experts_per_tok is contradictory: num_experts_per_tok = 4, experts_per_token = 2"
+    ]
+    assert problems(GPT_OSS, initial_context_length=8192) == [
+        "original_max_position_embeddings is contradictory: 8192, in rope_parameters 4096"
+    ]
+
+
+def test_gpt_oss_in_mxfp4_is_refused():
+    """As openai/gpt-oss-20b itself is published; it names no dtype either."""
+    quantization = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
+    assert problems(GPT_OSS, "torch_dtype", quantization_config=quantization) == [
+        "dtype / torch_dtype is missing: say what the weights are served in",
+        "quantization_config: the weights are quantised (mxfp4), and only plain ones are read: take a checkpoint of "
+        "the same model in bf16",
+    ]
+
+
+def test_glm4_moe():
+    config = read(GLM4_MOE)
+    spec = config.attention(0)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.biases, spec.qk_norm) == (96, 8, 128, "qkv", None)
+    assert spec.rope == ta.RopeSpec(theta=1e6, rotary_dim=64, layout="half", scaling=None)
+    assert config.norm() == ta.RMSNormSpec(eps=1e-5, offset=0.0, weight_in_fp32=False)
+    assert list(config.dense_specs()) == [0] and list(config.moe_specs()) == list(range(1, 46))
+    dense = ta.FeedForwardSpec(hidden_dim=10944, activation="silu", gated=True, bias=False)
+    assert config.feed_forward(0) == dense
+    shared = ta.SharedExpertsSpec(feed_forward=dense.model_copy(update={"hidden_dim": 1408}), output_gate=False)
+    assert config.feed_forward(45) == mixture(
+        num_experts=128, top_k=8, hidden_dim=1408, score="sigmoid", renormalize=True, correction_bias=True,
+        router_dtype="float32", shared=shared,
+    )  # fmt: skip
+    assert read(GLM4_MOE, "partial_rotary_factor", "use_qk_norm", "n_group", "topk_group", "norm_topk_prob") == config
+    larger = read(GLM4_MOE, use_qk_norm=True, first_k_dense_replace=3, routed_scaling_factor=2.5)  # GLM-4.5
+    assert list(larger.dense_specs()) == [0, 1, 2] and larger.feed_forward(3).scaling_factor == 2.5
+    assert larger.attention(0).qk_norm == ta.QKNormSpec(
+        scope="per_head", eps=1e-5, offset=0.0, weight_in_fp32=False, weight=True, after_rope=False
+    )
+    groups = ta.ExpertGroupsSpec(num_groups=8, top_groups=4, score="top2_sum")
+    assert read(GLM4_MOE, n_group=8, topk_group=4).feed_forward(1).groups == groups
+    assert problems(GLM4_MOE, num_nextn_predict_layers=2) == [
+        "num_nextn_predict_layers is 2; glm4_moe computes 0 or 1 only"
+    ]
+
+
+def test_glm4_moe_drops_its_prediction_layer_by_name():
+    """The names are those of GLM-4.5-Air's layer 46; of its experts, the first stands for all."""
+    cls = ta.get_model("glm4_moe")
+    config = next(iter(cls.tiny_configs().values()))
+    native = native_tensors(cls(config))
+    adapter = cls.state_dict_adapter(config)
+    published = adapter.to_hf(native)
+    attention = [f"self_attn.{p}_proj.{kind}" for p in "qkv" for kind in ("weight", "bias")]
+    mlp = [f"mlp.{part}.{p}_proj.weight" for part in ("experts.0", "shared_experts") for p in ("gate", "up", "down")]
+    names = [
+        "embed_tokens.weight", "eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.head.weight",
+        "shared_head.norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight", *attention,
+        "self_attn.o_proj.weight", "mlp.gate.weight", "mlp.gate.e_score_correction_bias", *mlp,
+    ]  # fmt: skip
+    further = {f"model.layers.{config.num_layers}.{name}": torch.zeros(1) for name in names}
+    adapter.check(published | further, native)
+    assert set(adapter.to_native(published | further)) == set(native)
+    assert not set(further) & set(published) and cls.to_hf_config(config)["num_nextn_predict_layers"] == 0
+    past = config.num_layers
+    for stray in (f"model.layers.{past}.mlp.w.weight", f"model.layers.{past + 1}.enorm.weight"):
+        with pytest.raises(ta.TitanError, match=re.escape(stray)):
+            adapter.check(published | {stray: torch.zeros(1)}, native)

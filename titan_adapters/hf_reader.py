@@ -248,6 +248,11 @@ class HFReader:
         """Build the config, or raise ConfigError with every problem."""
         for key, value in FIXED.items():
             self.expect(key, value, default=value)
+        if (quantization := self.take("quantization_config", None)) is not None:
+            self.problems.append(
+                f"quantization_config: the weights are quantised ({quantization.get('quant_method')}), and only plain "
+                "ones are read: take a checkpoint of the same model in bf16"
+            )
         self.problems += [
             f"{key} = {value!r} is not read by {self.family}"
             for key, value in sorted(self._left.items())
