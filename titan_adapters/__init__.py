@@ -78,6 +78,7 @@ from titan_adapters.state_dict import (
     linear_rows,
     moe_rows,
     norm_rows,
+    torchtitan_adapter,
 )
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ __all__ = [
     "rowwise",
     "save_checkpoint",
     "testing",
+    "torchtitan_adapter",
     "vllm",
     "vocabwise",
     "write_hf_config",
