@@ -120,16 +120,16 @@ class Gemma2(ta.BaseTransformer):
             attention_bias=False, windows=(5, None), attention_softcap=2.0, logit_softcap=3.0,
             rope=ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
-        linear = mixed.rope.model_copy(update={"scaling": ta.LinearScaling(factor=4.0)})
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         return {
             "both caps bite, query scalar != head_dim": mixed,
-            "no caps, untied, one kv head, linear rope": mixed.model_copy(
+            "no caps, untied, one kv head, llama3 rope": mixed.model_copy(
                 update={
                     "attention_softcap": None,
                     "logit_softcap": None,
                     "tied_embeddings": False,
                     "num_kv_heads": 1,
-                    "rope": linear,
+                    "rope": mixed.rope.model_copy(update={"scaling": llama3}),
                 }
             ),
             "no window, square mlp, biases": mixed.model_copy(

@@ -111,6 +111,7 @@ class Gemma3(ta.BaseTransformer):
     def tiny_configs(cls) -> dict[str, Gemma3Config]:
         local = ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=None)
         linear = ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=ta.LinearScaling(factor=4.0))
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         mixed = Gemma3Config(
             dim=96, num_layers=3, vocab_size=131, max_seq_len=128, norm_eps=1e-6, tied_embeddings=True,
             dtype="float32", num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=80, query_scalar=24,
@@ -118,8 +119,13 @@ class Gemma3(ta.BaseTransformer):
         )  # fmt: skip
         return {
             "two rope bases, query scalar != head_dim": mixed,
-            "full layer first, untied, one kv head": mixed.model_copy(
-                update={"windows": (None, 5, 5), "tied_embeddings": False, "num_kv_heads": 1}
+            "full layer first with llama3 rope, untied, one kv head": mixed.model_copy(
+                update={
+                    "windows": (None, 5, 5),
+                    "rope": linear.model_copy(update={"scaling": llama3, "theta": 2e4}),
+                    "tied_embeddings": False,
+                    "num_kv_heads": 1,
+                }
             ),
             "no window, square mlp, biases": mixed.model_copy(
                 update={"windows": (None,) * 3, "hidden_dim": 96, "attention_bias": True}

@@ -104,9 +104,7 @@ class GPTNeoX(ta.BaseTransformer):
         r = ta.HFReader(hf, cls.model_type)
         fields = r.decoder_fields("layer_norm_eps")
         if fields.pop("num_kv_heads") != fields["num_heads"]:
-            r.problems.append(
-                "num_key_value_heads is not num_attention_heads; gpt_neox has as many of one as of the other"
-            )
+            r.problems.append("num_key_value_heads is not num_attention_heads; gpt_neox has as many of both")
         r.expect("hidden_act", *ACTIVATIONS, default="gelu")
         fields["activation"] = ACTIVATIONS.get(hf.get("hidden_act", "gelu"))
         r.expect("is_decoder", False, True, default=False)  # attention is causal either way
@@ -138,13 +136,14 @@ class GPTNeoX(ta.BaseTransformer):
             dtype="float32", num_heads=3, head_dim=32, hidden_dim=80, activation="gelu", parallel_residual=True,
             attention_bias=True, rope=ta.RopeSpec(theta=1e4, rotary_dim=8, layout="half", scaling=None),
         )  # fmt: skip
-        whole = ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=ta.LinearScaling(factor=4.0))
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
+        whole = ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=llama3)
         return {
             "parallel, a quarter rotates": quarter,
             "one after the other, tied, no attention biases": quarter.model_copy(
                 update={"parallel_residual": False, "tied_embeddings": True, "attention_bias": False}
             ),
-            "whole heads rotate, linear rope, tanh": quarter.model_copy(
+            "whole heads rotate, llama3 rope, tanh": quarter.model_copy(
                 update={"rope": whole, "activation": "gelu_tanh", "hidden_dim": 96}
             ),
         }

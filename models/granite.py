@@ -115,17 +115,17 @@ class Granite(ta.BaseTransformer):
             mlp_bias=False, embedding_multiplier=12.0, attention_multiplier=0.07, residual_multiplier=0.22,
             logits_divisor=5.0, rope=ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
-        linear = gqa.rope.model_copy(update={"scaling": ta.LinearScaling(factor=4.0)})
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         return {
             "four multipliers, tied": gqa,
-            "multipliers below one, untied, one kv head, linear rope": gqa.model_copy(
+            "multipliers below one, untied, one kv head, llama3 rope": gqa.model_copy(
                 update={
                     "embedding_multiplier": 0.5,
                     "logits_divisor": 0.3,
                     "residual_multiplier": 1.5,
                     "tied_embeddings": False,
                     "num_kv_heads": 1,
-                    "rope": linear,
+                    "rope": gqa.rope.model_copy(update={"scaling": llama3}),
                 }
             ),
             "biases, square mlp": gqa.model_copy(update={"attention_bias": True, "mlp_bias": True, "hidden_dim": 96}),

@@ -77,8 +77,10 @@ class Mistral(ta.BaseTransformer):
             mscale=None, mscale_all_dim=None,
         )  # fmt: skip
         return {
-            "window in every layer": gqa.model_copy(update={"windows": (5, 5)}),
-            "no window, yarn": gqa.model_copy(update={"rope": gqa.rope.model_copy(update={"scaling": yarn})}),
+            "window in every layer, yarn": gqa.model_copy(
+                update={"windows": (5, 5), "rope": gqa.rope.model_copy(update={"scaling": yarn})}
+            ),
+            "no window": gqa,
             "tied, one kv head, linear rope": gqa.model_copy(
                 update={
                     "tied_embeddings": True,
@@ -111,10 +113,17 @@ class Ministral(Mistral):
     @classmethod
     def tiny_configs(cls) -> dict[str, MistralConfig]:
         gqa = tiny()
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         return {
             "first layer windowed": gqa.model_copy(update={"windows": (5, None)}),
             "no window": gqa,
-            "tied, window in every layer": gqa.model_copy(update={"windows": (5, 5), "tied_embeddings": True}),
+            "tied, window in every layer, llama3 rope": gqa.model_copy(
+                update={
+                    "windows": (5, 5),
+                    "tied_embeddings": True,
+                    "rope": gqa.rope.model_copy(update={"scaling": llama3}),
+                }
+            ),
         }
 
 

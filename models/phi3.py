@@ -71,6 +71,9 @@ class Phi3(ta.BaseTransformer):
         r.expect("hidden_act", "silu")
         r.expect("attention_bias", False, default=False)
         r.expect("mlp_bias", False, default=False)
+        r.expect("lm_head_bias", False, default=False)
+        for own in ("full_attn_mod", "interpolate_factor"):  # of Microsoft's own code; transformers reads neither
+            r.expect(own, 1, default=1)
         fields = r.decoder_fields()
         fields["windows"] = r.one_window(fields["num_layers"])
         original = r.take("original_max_position_embeddings", None)
@@ -105,7 +108,7 @@ class Phi3(ta.BaseTransformer):
         )  # fmt: skip
         short = longrope.model_copy(update={"original_max_position": 128})
         return {
-            "long factors, partial rotary": partial,
+            "long factors, partial rotary, window": partial.model_copy(update={"windows": (5, 5)}),
             "short factors, tied, one kv head": partial.model_copy(
                 update={
                     "rope": partial.rope.model_copy(update={"scaling": short}),

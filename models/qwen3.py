@@ -85,10 +85,20 @@ class Qwen3(ta.BaseTransformer):
             windows=(None, None),
             rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
+        yarn = ta.YarnScaling(
+            factor=4.0, original_max_position=32, beta_fast=4.0, beta_slow=1.0, truncate=True, attention_factor=None,
+            mscale=None, mscale_all_dim=None,
+        )  # fmt: skip
         return {
             "head_dim != dim / heads": gqa,
             "tied, one kv head, biases": gqa.model_copy(
                 update={"tied_embeddings": True, "num_kv_heads": 1, "attention_bias": True}
             ),
-            "second layer windowed, square mlp": gqa.model_copy(update={"hidden_dim": 96, "windows": (None, 5)}),
+            "second layer windowed, square mlp, yarn": gqa.model_copy(
+                update={
+                    "hidden_dim": 96,
+                    "windows": (None, 5),
+                    "rope": gqa.rope.model_copy(update={"scaling": yarn, "theta": 1e4}),
+                }
+            ),
         }

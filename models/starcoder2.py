@@ -89,13 +89,17 @@ class Starcoder2(ta.BaseTransformer):
             dtype="float32", num_heads=6, num_kv_heads=2, head_dim=32, hidden_dim=80, bias=True, windows=(5, 5),
             rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
-        linear = gqa.rope.model_copy(update={"scaling": ta.LinearScaling(factor=2.0)})
+        yarn = ta.YarnScaling(
+            factor=4.0, original_max_position=32, beta_fast=4.0, beta_slow=1.0, truncate=True, attention_factor=None,
+            mscale=None, mscale_all_dim=None,
+        )  # fmt: skip
+        scaled = gqa.rope.model_copy(update={"scaling": yarn, "theta": 1e4})
         return {
             "tied, window, head_dim != dim / heads": gqa,
             "untied, no biases, no window": gqa.model_copy(
                 update={"tied_embeddings": False, "bias": False, "windows": (None, None)}
             ),
-            "one kv head, square mlp, linear rope": gqa.model_copy(
-                update={"num_kv_heads": 1, "hidden_dim": 96, "windows": (None, None), "rope": linear}
+            "one kv head, square mlp, window, yarn": gqa.model_copy(
+                update={"num_kv_heads": 1, "hidden_dim": 96, "rope": scaled}
             ),
         }

@@ -5,6 +5,7 @@ the import path, where its `vllm` folder would pass for the engine.
 """
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,6 +31,24 @@ EVERY_MODEL = [
     for name, config in model.tiny_configs().items()
 ]
 """(model class, config) of every installed model's every tiny config."""
+
+
+WINDOWED = [info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields]
+
+
+def one_windowed_layer(cls: type[ta.BaseTransformer], *windows: int) -> ta.TransformerConfig:
+    """The first tiny config of a family in `WINDOWED`, with as many layers as there are `windows`.
+
+    Only so few layers show the edge of a window: n of them reach n times as far back.
+    """
+    config = next(iter(cls.tiny_configs().values()))
+    changed: dict[str, object] = {"num_layers": len(windows), "windows": windows}
+    for name, field in cls.Config.model_fields.items():
+        if "per layer" in field.metadata and name != "windows":
+            changed[name] = getattr(config, name)[:1] * len(windows)
+    config = config.model_copy(update=changed)
+    assert [spec.window for spec in config.attention_specs()] == list(windows)
+    return config
 
 
 def random_model(model: type[ta.BaseTransformer], config: ta.TransformerConfig, seed: int = 0) -> ta.BaseTransformer:
@@ -78,8 +97,10 @@ def titan_error_text(caught: pytest.ExceptionInfo) -> str:
     return text
 
 
-@pytest.fixture
-def no_registrations_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that a test registers are gone after it."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-    monkeypatch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))
+@pytest.fixture(scope="module")
+def no_registrations_left() -> Iterator[None]:
+    """Models that a module's tests register are gone after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+        patch.setenv(registry.ENVIRONMENT, os.environ.get(registry.ENVIRONMENT, ""))
+        yield

@@ -181,7 +181,7 @@ def test_emitted_config_by_hand():
 
 def test_emitted_window_comes_with_the_layers_that_have_it():
     """A window without layer_types would be applied to every layer."""
-    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
+    config = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp, yarn"]
     emitted = ta.emit_hf_config("qwen3", config)
     assert emitted["sliding_window"] == 5
     assert emitted["layer_types"] == ["full_attention", "sliding_attention"]
@@ -197,16 +197,25 @@ class Uneven(titan_models.llama.LlamaConfig):
         return super().attention(layer).model_copy(update=changes)
 
 
-def test_emission_refuses_what_the_engine_cannot_say():
-    base = next(iter(ta.get_model("llama").tiny_configs().values()))
-    config = Uneven.from_json(base.model_copy(update={"num_layers": 2}).to_json())
-    with pytest.raises(ta.TitanError, match="Layers differ in num_kv_heads") as caught:
-        ta.emit_hf_config("llama", config)
-    titan_error_text(caught)
-    assert caught.value.problems == ["layer 0: 2", "layer 1: 3"]
-    windows = ta.get_model("qwen3").tiny_configs()["second layer windowed, square mlp"]
-    with pytest.raises(ta.TitanError, match="Layers differ in window"):
-        ta.emit_hf_config("qwen3", windows.model_copy(update={"windows": (5, 6)}))
+def test_emitted_numbers_of_layers_that_differ():
+    """One number for all layers, true for what an engine reads it for: heads can be split by what divides every count,
+    and scratch space must fit the widest head, of values too."""
+
+    class Config(titan_models.llama.LlamaConfig):
+        def attention(self, layer):
+            differing = [
+                {"num_heads": 8, "num_kv_heads": 2, "window": 9},
+                {"num_heads": 12, "num_kv_heads": 3, "head_dim": 64, "window": 5},
+                {"num_heads": 20, "num_kv_heads": 1, "v_head_dim": 96, "chunk": 8},
+            ]
+            return super().attention(layer).model_copy(update=differing[layer])
+
+    config = Config.from_json(next(iter(ta.get_model("llama").tiny_configs().values())).to_json())
+    emitted = ta.emit_hf_config("llama", config)
+    assert [emitted[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")] == [4, 3, 96]
+    assert emitted["sliding_window"] == 5
+    assert emitted["layer_types"] == ["sliding_attention", "sliding_attention", "chunked_attention"]
+    assert "attention_chunk_size" not in emitted
 
 
 def test_emitted_softcap_only_if_a_layer_has_one():

@@ -23,17 +23,18 @@ MINISTRAL3 = BASE | {  # mistralai/Ministral-3-8B-Base-2512, text_config
         "llama_4_scaling_beta": 0.1, "max_position_embeddings": 262144,
     },
 }  # fmt: skip
-STARCODER2 = BASE | {  # bigcode/starcoder2-7b
+STARCODER2 = {  # bigcode/starcoder2-7b, which leaves out tie_word_embeddings
     "model_type": "starcoder2", "hidden_size": 4608, "intermediate_size": 18432, "num_hidden_layers": 32,
     "num_attention_heads": 36, "num_key_value_heads": 4, "max_position_embeddings": 16384, "norm_epsilon": 1e-5,
     "norm_type": "layer_norm", "mlp_type": "default", "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1000000,
     "sliding_window": 4096, "use_bias": True, "vocab_size": 49152, "attention_dropout": 0.1, "embedding_dropout": 0.1,
-    "residual_dropout": 0.1,
+    "residual_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True,
 }  # fmt: skip
 PYTHIA = BASE | {  # EleutherAI/pythia-1b
     "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
     "num_attention_heads": 8, "max_position_embeddings": 2048, "layer_norm_eps": 1e-5, "hidden_act": "gelu",
     "rotary_emb_base": 10000, "rotary_pct": 0.25, "use_parallel_residual": True, "vocab_size": 50304,
+    "torch_dtype": "float16",
 }  # fmt: skip
 PHI4_MINI = BASE | {  # microsoft/Phi-4-mini-instruct; the lists are shortened in content, not in length
     "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
@@ -41,7 +42,8 @@ PHI4_MINI = BASE | {  # microsoft/Phi-4-mini-instruct; the lists are shortened i
     "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "rope_theta": 10000.0,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.1] * 48},
     "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064, "attention_bias": False,
-    "mlp_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "interpolate_factor": None, "full_attn_mod": None,
+    "mlp_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "interpolate_factor": 1, "full_attn_mod": 1,
+    "lm_head_bias": False,
 }  # fmt: skip
 OLMO2 = BASE | {  # allenai/OLMo-2-1124-7B
     "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -149,6 +151,7 @@ def test_starcoder2():
     config = read(STARCODER2)
     spec = config.attention(0)
     assert (spec.head_dim, spec.window, spec.biases) == (128, 4096, "qkvo")
+    assert config.tied_embeddings  # what transformers takes for an absent key
     assert config.norm() == ta.LayerNormSpec(eps=1e-5, bias=True)
     expected = ta.FeedForwardSpec(hidden_dim=18432, activation="gelu_tanh", gated=False, bias=True)
     assert config.feed_forward(0) == expected
@@ -193,6 +196,8 @@ def test_phi3():
     assert problems(PHI4_MINI, rope_scaling=settings | {"original_max_position_embeddings": 8192}) == [
         "original_max_position_embeddings is contradictory: 4096, in rope_parameters 8192"
     ]
+    for key in ("full_attn_mod", "interpolate_factor"):
+        assert problems(PHI4_MINI, **{key: 2}) == [f"{key} is 2; phi3 computes 1 only"]
     assert problems(PHI4_MINI, "original_max_position_embeddings") == [
         "rope type longrope lacks attention_factor, original_max_position_embeddings"
     ]

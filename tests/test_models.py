@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import titan_adapters as ta
-from tests.conftest import EVERY_MODEL, assert_bitwise_equal, random_model, random_tokens, relative_error
+from tests.conftest import EVERY_MODEL, WINDOWED, assert_bitwise_equal, random_model, random_tokens, relative_error
 from titan_adapters.checkpoint import convert_checkpoint
 
 TOLERANCE = 1e-5
@@ -41,6 +41,22 @@ def folder_tensors(folder) -> dict[str, torch.Tensor]:
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors
+
+
+@pytest.mark.parametrize("name", [info.name for info in ta.list_models() if info.source.startswith("installed")])
+def test_one_config_of_each_family_ends_beyond_its_window_and_its_original_context(name):
+    """40 tokens are the fewest that anything is compared on: here, in the contract suite, and in the engine."""
+    cls = ta.get_model(name)
+    windowed = name in WINDOWED
+    lengths = []
+    for config in cls.tiny_configs().values():
+        specs = config.attention_specs()
+        windows = [spec.window for spec in specs if spec.window]
+        scalings = [spec.rope.scaling for spec in specs if spec.rope and spec.rope.scaling]
+        originals = [s.original_max_position for s in scalings if not isinstance(s, ta.LinearScaling)]
+        if originals and (windows or not windowed):
+            lengths.append(max(windows + originals))
+    assert lengths and min(lengths) < 40
 
 
 @every_model

@@ -19,11 +19,26 @@ def code(title: str) -> str:
     return re.search(rf"```python\n(# {re.escape(title)}\n.*?)```", README, re.DOTALL).group(1)
 
 
+def table(name: str) -> str:
+    """The table between the two comments that name it."""
+    return re.search(rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->", README, re.DOTALL).group(1)
+
+
+def test_field_table_is_current():
+    assert table("fields") == ta.testing.field_table(), "run `titan-adapters check --fields` and paste its output"
+
+
+def test_field_table_needs_no_vllm():
+    script = "import sys; sys.modules['vllm'] = None; import titan_adapters as ta; "
+    script += "print(ta.testing.field_table(), end='')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == ta.testing.field_table(), done.stderr
+
+
 def test_capability_table_is_current():
     installed = [info.name for info in ta.list_models() if info.source.startswith("installed")]
-    table = ta.testing.capability_table({name: ta.testing.check_model(name) for name in installed})
-    written = re.search(r"<!-- capabilities: begin -->\n(.*?)<!-- capabilities: end -->", README, re.DOTALL).group(1)
-    assert written == table, "run `titan-adapters check --all --markdown` and paste its output"
+    found = ta.testing.capability_table({name: ta.testing.check_model(name) for name in installed})
+    assert table("capabilities") == found, "run `titan-adapters check --all --markdown` and paste its output"
 
 
 @pytest.mark.engine

@@ -4,13 +4,15 @@ An emitted field is true or absent. What the engine reads each one for is said b
 """
 
 import json
+import math
 from typing import Any, Literal
 
-from titan_adapters.config import TransformerConfig
+from titan_adapters.config import AttentionSpec, TransformerConfig
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.differences import differences
 from titan_adapters.errors import ConfigError
 from titan_adapters.hf_writer import hf_dtype
+from titan_adapters.moe_spec import MoESpec
 from titan_adapters.registry import find_model, get_model, import_path
 
 ARCHITECTURE = "TitanForCausalLM"
@@ -31,7 +33,7 @@ def emit_hf_config(
         names: Whether the weights to be loaded carry native or published names.
 
     Raises:
-        ConfigError: layers differ in a number of which the engine knows only one.
+        ConfigError: layers differ in the number of experts, of which the engine knows only one.
     """
     cls = get_model(model)
     specs = config.attention_specs()
@@ -40,9 +42,11 @@ def emit_hf_config(
         "model_type": "titan",  # nothing must key on a stock family's name
         "hidden_size": config.dim,  # buffers for prompt embeddings
         "num_hidden_layers": config.num_layers,  # pipeline split
-        "num_attention_heads": _one("num_heads", [s.num_heads for s in specs]),  # tensor-parallel divisibility
-        "num_key_value_heads": _one("num_kv_heads", [s.num_kv_heads for s in specs]),
-        "head_dim": _one("head_dim", [s.head_dim for s in specs]),
+        # Heads and their sizes of each layer come from the layer itself, also those of its KV cache. These numbers are
+        # read for the model as a whole, and where layers differ each is the one that is true for its use:
+        "num_attention_heads": math.gcd(*(s.num_heads for s in specs)),  # what the tensor-parallel size must divide
+        "num_key_value_heads": max(s.num_kv_heads for s in specs),  # above it, context parallelism may split tokens
+        "head_dim": max(max(s.head_dim, s.v_head_dim) for s in specs),  # sizes a kernel's scratch space
         "vocab_size": config.vocab_size,  # validation of logits
         "max_position_embeddings": config.max_seq_len,  # the only length field, so the minimum over names is ours
         "tie_word_embeddings": config.tied_embeddings,
@@ -56,13 +60,16 @@ def emit_hf_config(
             "fingerprint": config.fingerprint(),
         },
     }
-    windows = [s.window for s in specs]
-    if any(windows):
-        # Without layer_types an engine applies sliding_window to every layer, so the two are emitted together.
-        emitted["sliding_window"] = _one("window", [w for w in windows if w is not None])
-        emitted["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    windows = [s.window for s in specs if s.window is not None]
+    if windows:
+        # Each layer has its own window. This number is what an engine told to disable windows shortens the context
+        # to, so that none would hide anything. Without layer_types it would be given to every layer.
+        emitted["sliding_window"] = min(windows)
+        emitted["layer_types"] = [_layer_type(spec) for spec in specs]
+    # attention_chunk_size is left out on purpose: an engine only reads whether it is there, and then keeps the cache of
+    # past chunks for the sake of latency. Chunked layers say so themselves.
     if moe := config.moe_specs():
-        num_experts = _one("num_experts", [spec.num_experts for spec in moe.values()])
+        num_experts = _one_num_experts(moe)
         emitted |= dict.fromkeys(NUM_EXPERTS, num_experts)
         # Width of the buffer for recorded routings, and metrics.
         emitted["num_experts_per_tok"] = max(spec.top_k for spec in moe.values())
@@ -72,14 +79,21 @@ def emit_hf_config(
     return emitted
 
 
-def _one(fact: str, values: list) -> Any:
-    if len(set(values)) == 1:
-        return values[0]
+def _one_num_experts(moe: dict[int, MoESpec]) -> int:
+    counts = {spec.num_experts for spec in moe.values()}
+    if len(counts) == 1:
+        return counts.pop()
     raise ConfigError(
-        f"Layers differ in {fact}, of which the engine knows one number.",
-        [f"layer {layer}: {value}" for layer, value in enumerate(values)],
-        fix=f"give all layers the same {fact}.",
+        "Layers differ in num_experts, of which the engine knows one number.",
+        [f"layer {layer}: {spec.num_experts}" for layer, spec in moe.items()],
+        fix="give all layers the same num_experts.",
     )
+
+
+def _layer_type(spec: AttentionSpec) -> str:
+    if spec.window is not None:
+        return "sliding_attention"
+    return "full_attention" if spec.chunk is None else "chunked_attention"
 
 
 def read_hf_config(data: dict[str, Any]) -> tuple[type[BaseTransformer], TransformerConfig]:

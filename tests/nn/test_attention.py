@@ -1,13 +1,15 @@
 """Attention against a formula written out here with einsum, and the exact edge of a window.
 
-Shapes: S queries  T keys  D model dim  N query heads  K kv heads  G queries per kv head  H head_dim.
+Shapes: S queries  T keys  D model dim  N query heads  K kv heads  H head_dim  V v_head_dim.
 """
+
+import math
 
 import pytest
 import torch
 
 import titan_adapters as ta
-from tests.conftest import random_model, random_tokens, relative_error
+from tests.conftest import WINDOWED, one_windowed_layer, random_model, random_tokens, relative_error
 from titan_adapters.nn import InnerAttention, SequenceInfo, sequence_info
 
 
@@ -20,45 +22,84 @@ def attention_spec(**changes) -> ta.AttentionSpec:
     return ta.AttentionSpec(**(fields | changes))
 
 
-def qkv(length: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def qkv(length: int = 11, v_head_dim: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(length, heads, 8, generator=generator) for heads in (6, 2, 2))
+    q, k = (torch.randn(length, heads, 8, generator=generator) for heads in (6, 2))
+    return q, k, torch.randn(length, 2, v_head_dim, generator=generator)
 
 
-def formula(q_SNH, k_TKH, v_TKH, *, scale, window=None, softcap=None):
-    """One token and head at a time, in fp64: head n reads kv head n // 3."""
-    out = torch.zeros_like(q_SNH, dtype=torch.float64)
-    for s in range(q_SNH.shape[0]):
+SINKS = torch.tensor([-2.0, -0.5, 0.0, 0.5, 1.0, 4.0])
+
+
+def inner_attention(**changes) -> InnerAttention:
+    inner = InnerAttention(attention_spec(**changes), layer=0)
+    if inner.sinks is not None:
+        inner.sinks.data.copy_(SINKS)
+    return inner
+
+
+def formula(q_SNH, k_TKH, v_TKV, *, scale=0.37, window=None, softcap=None, chunk=None, sinks=False, v_head_dim=8):
+    """One document, one token and head at a time, in fp64: head n reads kv head n // 3."""
+    out = torch.zeros(len(q_SNH), 6, v_head_dim, dtype=torch.float64)
+    for s in range(len(q_SNH)):
         first = 0 if window is None else max(0, s - window + 1)
+        if chunk is not None:
+            first = max(first, s - s % chunk)
         for n in range(6):
-            keys, values = (t[first : s + 1, n // 3].double() for t in (k_TKH, v_TKH))
+            keys, values = (t[first : s + 1, n // 3].double() for t in (k_TKH, v_TKV))
             scores = torch.einsum("h,th->t", q_SNH[s, n].double(), keys) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.exp() / scores.exp().sum()
-            out[s, n] = torch.einsum("t,th->h", weights, values)
+            total = scores.exp().sum() + (SINKS[n].double().exp() if sinks else 0)
+            out[s, n] = torch.einsum("t,tv->v", scores.exp() / total, values)
     return out
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 4, 11, 50])
-def test_inner_attention_is_the_formula(window, softcap):
+@pytest.mark.parametrize(
+    "changes",
+    [dict(window=window, softcap=softcap) for window in (None, 1, 4, 11, 50) for softcap in (None, 1.5)]
+    + [dict(chunk=chunk, sinks=sinks) for chunk in (None, 1, 4, 11, 50) for sinks in (False, True)]
+    + [
+        dict(sinks=True, window=4),
+        dict(sinks=True, softcap=1.5),
+        dict(sinks=True, softcap=1.5, window=3, chunk=5),
+        dict(chunk=5, window=3),
+        dict(v_head_dim=4),
+        dict(v_head_dim=12),
+        dict(v_head_dim=12, sinks=True, window=4),
+        dict(v_head_dim=4, chunk=4),
+    ],
+    ids=lambda changes: ", ".join(f"{name}={value}" for name, value in changes.items() if value) or "plain",
+)
+def test_inner_attention_is_the_formula(changes):
     """fp32 against fp64: 1e-6 is ten roundings. The scale, 0.37, is nobody's default."""
-    q, k, v = qkv()
-    inner = InnerAttention(attention_spec(window=window, softcap=softcap), layer=0)
-    expected = formula(q, k, v, scale=0.37, window=window, softcap=softcap)
+    q, k, v = qkv(v_head_dim=changes.get("v_head_dim", 8))
+    inner = inner_attention(**changes)
+    expected = formula(q, k, v, **changes)
     packed = inner(q, k, v, sequence_info(torch.zeros(11), None, None))
     batched = inner(q[None], k[None], v[None], sequence_info(torch.zeros(1, 11), None, None))
     assert relative_error(packed, expected) < 1e-6
     assert relative_error(batched[0], expected) < 1e-6
 
 
-def test_softcap_in_bfloat16_keeps_scores_in_fp32():
+def test_sinks_by_hand():
+    """Equal scores: each of t tokens gets 1 / (t + e^sink). The first head's sink takes nearly nothing."""
+    inner = inner_attention(sinks=True)
+    inner.sinks.data = torch.tensor([-100.0, 0.0, 0.0, 0.0, 0.0, math.log(3)])
+    q, k, v = torch.zeros(2, 6, 8), torch.zeros(2, 2, 8), torch.ones(2, 2, 8)
+    out = inner(q, k, v, sequence_info(torch.zeros(2), None, None))
+    assert out[:, 0, 0].tolist() == [1.0, 1.0]
+    assert out[:, 1, 0].tolist() == pytest.approx([1 / 2, 2 / 3])
+    assert out[:, 5, 0].tolist() == pytest.approx([1 / 4, 2 / 5])
+
+
+@pytest.mark.parametrize("changes", [dict(softcap=1.5), dict(sinks=True), dict(sinks=True, softcap=1.5, window=4)])
+def test_softcap_and_sinks_in_bfloat16_keep_scores_in_fp32(changes):
     q, k, v = (t.bfloat16() for t in qkv())
-    out = InnerAttention(attention_spec(softcap=1.5), layer=0)(q, k, v, sequence_info(torch.zeros(11), None, None))
+    out = inner_attention(**changes).bfloat16()(q, k, v, sequence_info(torch.zeros(11), None, None))
     assert out.dtype == torch.bfloat16
-    # One rounding of the result, at most 2^-9 relative to each value.
-    assert relative_error(out, formula(q, k, v, scale=0.37, softcap=1.5)) < 2**-8
+    # One rounding of the result, at most 2^-9 relative to each value. bf16 holds these sinks exactly.
+    assert relative_error(out, formula(q, k, v, **changes)) < 2**-8
 
 
 def test_gqa_is_mha_with_repeated_kv_weights():
@@ -93,18 +134,11 @@ def test_gqa_is_mha_with_repeated_kv_weights():
         assert relative_error(attention(x, sequence_info(torch.zeros(S), None, None)), expected) > 1e-2
 
 
-WINDOWED = [info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields]
-
-
 @pytest.mark.parametrize("name", WINDOWED)
 def test_window_edge(name):
     """With one layer and a window of 5, token 12 sees tokens 8 to 12: 8 is the edge, 7 is outside."""
     cls = ta.get_model(name)
-    config = next(iter(cls.tiny_configs().values()))
-    per_layer = {
-        field: (value[0],) for field in cls.Config.model_fields if isinstance(value := getattr(config, field), tuple)
-    }
-    config = config.model_copy(update={**per_layer, "num_layers": 1, "windows": (5,)})
+    config = one_windowed_layer(cls, 5)
     model = random_model(cls, config)
     tokens = random_tokens(config, 16)
 
@@ -122,13 +156,22 @@ def test_window_edge(name):
         assert not torch.allclose(logits_of_12(visible), original, rtol=1e-3, atol=1e-3), visible
 
 
-def test_window_does_not_reach_into_the_previous_document():
-    inner = InnerAttention(attention_spec(window=4), layer=0)
+@pytest.mark.parametrize("changes", [dict(window=4), dict(chunk=4), dict(chunk=4, sinks=True), dict(chunk=5, window=3)])
+def test_windows_and_chunks_stay_within_the_document(changes):
+    """Chunks count from each document's own beginning."""
     q, k, v = qkv()
+    documents = (slice(0, 6), slice(6, 11))
+    expected = torch.cat([formula(q[part], k[part], v[part], **changes) for part in documents])
+    inner = inner_attention(**changes)
     positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4])
-    out = inner(q, k, v, sequence_info(torch.zeros(11), positions, None))
-    expected = [formula(q[part], k[part], v[part], scale=0.37, window=4) for part in (slice(0, 6), slice(6, 11))]
-    assert relative_error(out, torch.cat(expected)) < 1e-6
+    ids = torch.tensor([7] * 6 + [3] * 5)
+    for given in ((positions, None), (None, ids), (positions, ids)):
+        assert relative_error(inner(q, k, v, sequence_info(torch.zeros(11), *given)), expected) < 1e-6
+    # As rows of a batch, where documents lie differently in each.
+    rows = [torch.cat([t[None], t.roll(5, 0)[None]]) for t in (q, k, v, positions)]
+    out = inner(*rows[:3], sequence_info(torch.zeros(2, 11), rows[3], None))
+    assert relative_error(out[0], expected) < 1e-6
+    assert relative_error(out[1], expected.roll(5, 0)) < 1e-6
 
 
 def test_sequence_info_completes_what_is_left_out():

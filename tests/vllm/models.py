@@ -1,11 +1,13 @@
 """Model classes for the engine's tests, importable by its processes; not a test."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 import titan_adapters as ta
+from titan_adapters.contract import meta_model
 
 Llama = ta.get_model("llama")
 LlamaConfig = Llama.Config
@@ -53,6 +55,45 @@ class Free(Llama):
             "softcap, gelu_tanh": cls.Config(**fields, softcap=2.0, window=None, activation="gelu_tanh", gated=True),
             "windows, ungated, partial rotary": cls.Config(
                 **fields | {"rope": short}, softcap=None, window=5, activation="gelu", gated=False
+            ),
+        }
+
+
+class FreeAttention(Llama):
+    """Attention specs as fields of the config, one per layer; the rest is Llama's."""
+
+    model_type = "free-attention"
+
+    class Config(LlamaConfig):
+        specs: ta.PerLayer[ta.AttentionSpec]
+
+        def attention(self, layer: int) -> ta.AttentionSpec:
+            return self.specs[layer]
+
+    @classmethod
+    def config(cls, *changes: dict[str, Any]) -> "Config":
+        """One layer for each of `changes` of the spec of `TINY`."""
+        specs = tuple(TINY.attention(0).model_copy(update=change) for change in changes)
+        return cls.Config(**TINY.model_dump() | {"num_layers": len(specs), "specs": specs})
+
+    @classmethod
+    def tiny_configs(cls) -> dict[str, "Config"]:
+        rms = dict(scope="per_head", eps=1e-5, offset=0.0, weight_in_fp32=False)
+        norm = {"qk_norm": ta.QKNormSpec(**rms, weight=False, after_rope=True)}
+        learnt = {"qk_norm": ta.QKNormSpec(**rms, weight=True, after_rope=True)}
+        wide = {"v_head_dim": 64, "biases": "k", "output_gate": "per_channel"} | norm
+        narrow = {"v_head_dim": 24, "biases": "qo", "output_gate": "per_head", "sinks": True} | learnt
+        return {
+            "sinks, with window and softcap": cls.config(
+                {"sinks": True, "window": 5}, {"sinks": True, "softcap": 2.0}, {"sinks": True, "scale": 0.5}
+            ),
+            "chunks, and a layer that sees all": cls.config({"chunk": 32}, {}, {"chunk": 32}),
+            "chunks of one and two blocks": cls.config({"chunk": 64}, {}, {"chunk": 32}),
+            "wide values in chunks, k bias, gated channels, weightless norm after rope": cls.config(
+                wide | {"chunk": 32}, wide
+            ),
+            "narrow values with sinks, q and o biases, gated heads, norm after rope": cls.config(
+                narrow | {"window": 5}, narrow
             ),
         }
 
@@ -148,3 +189,28 @@ class Registered(Llama):
     """For registration by path."""
 
     model_type = "registered-by-path"
+
+
+class Mixed(Llama):
+    """Layers that differ in everything; its published names are its own."""
+
+    model_type = "mixed"
+
+    class Config(LlamaConfig):
+        layers: ta.PerLayer[tuple[int, int, int, int | None, int]]
+        """num_heads, num_kv_heads, head_dim, window and hidden_dim."""
+
+        def attention(self, layer: int) -> ta.AttentionSpec:
+            heads, kv_heads, head_dim, window, _ = self.layers[layer]
+            rope = self.rope.model_copy(update={"rotary_dim": head_dim})
+            changed = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": head_dim}
+            scaled = {"window": window, "rope": rope, "scale": head_dim**-0.5}
+            return super().attention(layer).model_copy(update=changed | scaled)
+
+        def feed_forward(self, layer: int) -> ta.FeedForwardSpec:
+            return super().feed_forward(layer).model_copy(update={"hidden_dim": self.layers[layer][-1]})
+
+    @classmethod
+    def state_dict_adapter(cls, config: ta.TransformerConfig) -> ta.StateDictAdapter:
+        names = ta.state_dict.native_tensors(meta_model(cls, config))
+        return ta.StateDictAdapter(*(ta.Rename(name, name) for name in names))

@@ -4,6 +4,7 @@ Relative errors are over the whole distribution at every compared position; meas
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
-from tests.conftest import EVERY_MODEL, random_model, random_tokens, relative_error
+from tests.conftest import (
+    EVERY_MODEL,
+    WINDOWED,
+    one_windowed_layer,
+    random_model,
+    random_tokens,
+    relative_error,
+)
 from tests.vllm.conftest import (
     chunks_of,
     error_against_torch,
@@ -21,8 +29,9 @@ from tests.vllm.conftest import (
     recorded_steps,
     torch_logprobs_of,
 )
+from tests.vllm.models import FreeAttention
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("no_registrations_left")]
 
 TOLERANCE = 1e-5
 LENGTH = 72
@@ -37,16 +46,23 @@ class Served(NamedTuple):
         return random_tokens(self.model.config, length, seed=seed).tolist()
 
 
-@pytest.fixture(scope="module", params=[pytest.param(p.values, id=p.id) for p in EVERY_MODEL])
-def served(request, start, tmp_path_factory) -> Iterator[Served]:
+FREE = [
+    pytest.param(FreeAttention, config, id=f"free attention: {name}")
+    for name, config in FreeAttention.tiny_configs().items()
+]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(p.values, id=p.id) for p in EVERY_MODEL + FREE])
+def served(request, start, tmp_path_factory, no_registrations_left) -> Iterator[Served]:
     cls, config = request.param
+    ta.register_model(cls)
     model = random_model(cls, config)
     folder = tmp_path_factory.mktemp("checkpoint") / "native"
     ta.save_checkpoint(model, folder)
     # As few cache blocks as one request of max_model_len needs, so that several long ones must preempt each other. vLLM
     # keeps layers in groups of equal size and kind, each with blocks of its own.
-    windows = [(spec.window, spec.chunk) for spec in config.attention_specs()]
-    uneven = len({windows.count(window) for window in windows}) > 1
+    kinds = [(spec.window, spec.chunk) for spec in config.attention_specs()]
+    uneven = len({kinds.count(kind) for kind in kinds}) > 1
     yield Served(model, start(checkpoint=folder, num_gpu_blocks_override=24 if uneven else 14))
 
 
@@ -108,31 +124,55 @@ def test_preemption(served):
     assert error_against_torch(served.model, outputs) < TOLERANCE
 
 
-@pytest.mark.parametrize("windows", [(5,), (5, 5)], ids=["one layer", "two layers"])
-def test_window_edge(start, tmp_path, windows):
-    """Through n layers a window of 5 reaches back 4n tokens: exactly these see a change, and see it in the engine."""
-    cls = ta.get_model("qwen2")
-    config = next(iter(cls.tiny_configs().values())).model_copy(update={"windows": windows, "num_layers": len(windows)})
+def served_alone(start, folder: Path, cls: type[ta.BaseTransformer], config: ta.TransformerConfig) -> Served:
     model = random_model(cls, config)
-    ta.save_checkpoint(model, tmp_path / "native")
-    llm = start(checkpoint=tmp_path / "native", enable_prefix_caching=False)
-    position, reach = 20, 4 * len(windows)
-    prompt = random_tokens(config, LENGTH).tolist()
+    ta.register_model(cls)
+    ta.save_checkpoint(model, folder)
+    return Served(model, start(checkpoint=folder, enable_prefix_caching=False))
+
+
+def positions_that_see(served: Served, position: int) -> list[int]:
+    """Where the engine's distribution depends on the token at `position`, with the prompt whole and in chunks."""
+    prompt = served.prompt()
     changed = list(prompt)
-    changed[position] = (changed[position] + 1) % config.vocab_size
+    changed[position] = (changed[position] + 1) % served.model.config.vocab_size
+    found = []
     for size in (LENGTH, 7):
-        with chunks_of(llm, size):
-            before, after = generate(llm, [prompt], 1), generate(llm, [changed], 1)
-        assert error_against_torch(model, before + after) < TOLERANCE
-        # Row i is the distribution after token i.
+        with chunks_of(served.llm, size):
+            before, after = generate(served.llm, [prompt], 1), generate(served.llm, [changed], 1)
+        assert error_against_torch(served.model, before + after) < TOLERANCE
         different = (logprobs_of(before[0]) - logprobs_of(after[0])).abs().amax(-1) > 1e-3
-        assert different.nonzero().flatten().tolist() == list(range(position, position + reach + 1))
+        found.append(different.nonzero().flatten().tolist())
+    assert found[0] == found[1]
+    return found[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_bf16(start, tmp_path, name):
-    """bf16 in both; the engine may round at other places than torch (packed projections, fused norms, attention)."""
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [pytest.param(name, (5,), id=name) for name in WINDOWED]
+    + [pytest.param("qwen2", (5, 5), id="two layers"), pytest.param("qwen2", (5, 9), id="two windows")],
+)
+def test_window_edge(start, tmp_path, name, windows):
+    """Each layer's window of w reaches back w - 1 tokens: exactly these see a change, and see it in the engine."""
     cls = ta.get_model(name)
+    served = served_alone(start, tmp_path / "native", cls, one_windowed_layer(cls, *windows))
+    assert positions_that_see(served, 20) == list(range(20, 21 + sum(window - 1 for window in windows)))
+
+
+def test_chunk_edge(start, tmp_path):
+    """Chunks of 32 are positions 0 to 31, 32 to 63, 64 and later."""
+    served = served_alone(start, tmp_path / "native", FreeAttention, FreeAttention.config({"chunk": 32}))
+    for position, end in {20: 32, 31: 32, 32: 64, 63: 64, 64: LENGTH}.items():
+        assert positions_that_see(served, position) == list(range(position, end))
+
+
+BF16 = [ta.get_model(name) for name in ("llama", "qwen2", "qwen3")] + [FreeAttention]
+
+
+@pytest.mark.parametrize("cls", BF16, ids=lambda cls: cls.model_type)
+def test_bf16(start, tmp_path, cls):
+    """bf16 in both; the engine may round at other places than torch (packed projections, fused norms, attention)."""
+    ta.register_model(cls)
     config = next(iter(cls.tiny_configs().values())).model_copy(update={"dtype": "bfloat16"})
     model = random_model(cls, config)
     ta.save_checkpoint(model, tmp_path / "native")

@@ -72,7 +72,7 @@ def test_stock_script_with_an_engine_process_and_compilation(tmp_path, cache):
 
 def test_two_compiled_models_in_one_process(tmp_path, cache):
     qwen3 = ta.get_model("qwen3")
-    windowed = qwen3.tiny_configs()["second layer windowed, square mlp"]
+    windowed = qwen3.tiny_configs()["second layer windowed, square mlp, yarn"]
     models = [
         random_model(Llama, TINY.model_copy(update={"num_layers": 1})),
         random_model(qwen3, windowed.model_copy(update={"num_layers": 1, "windows": (5,)})),

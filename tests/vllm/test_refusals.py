@@ -16,7 +16,7 @@ import titan_adapters as ta
 from tests.conftest import random_model, titan_error_text
 from tests.vllm import models
 from tests.vllm.conftest import TINY as TINY_ENGINE
-from tests.vllm.models import TINY, Llama
+from tests.vllm.models import TINY, FreeAttention, Llama
 from titan_adapters.hf_config import emit_hf_config
 from titan_adapters.vllm import engine_args, wrapper
 from titan_adapters.vllm.plugin import register
@@ -174,6 +174,34 @@ def test_head_size_that_attention_on_the_cpu_lacks(start, tmp_path):
     ta.save_checkpoint(random_model(Llama, TINY.model_copy(update={"head_dim": 24, "rope": rope})), tmp_path / "native")
     text = refusal(start, tmp_path / "native")
     assert "head_dim 24 of layers [0, 1, 2] is not supported by vLLM's CPU attention" in text
+
+
+def free(path: Path, *changes) -> Path:
+    ta.register_model(FreeAttention)
+    ta.save_checkpoint(random_model(FreeAttention, FreeAttention.config(*changes)), path / "native")
+    return path / "native"
+
+
+def test_the_larger_of_two_head_sizes_decides(tmp_path):
+    folder = free(tmp_path, {"v_head_dim": 64}, {"v_head_dim": 64})
+    assert engine_args(checkpoint=folder)["model"] == str(folder)
+    text = refusal(ours, free(tmp_path / "odd", {"v_head_dim": 48}, {"v_head_dim": 48}))
+    assert "v_head_dim 48 of layers [0, 1] is not supported by vLLM's CPU attention" in text
+
+
+@both
+def test_chunks_that_are_not_whole_cache_blocks(start, tmp_path, no_memory_taken):
+    text = refusal(start, free(tmp_path, {"chunk": 48}, {}, {"chunk": 32}, {"chunk": 48}))
+    assert "chunk 48 of layers [0, 3] is not a multiple of the KV cache's block_size, 32 tokens" in text
+    assert "chunk 32" not in text
+    text = refusal(start, free(tmp_path / "128", {"chunk": 32}), block_size=None)  # vLLM's own: 128 on the CPU
+    assert "chunk 32 of layers [0] is not a multiple of the KV cache's block_size, 128 tokens" in text
+
+
+@pytest.mark.parametrize("field", [{"window": 5}, {"sinks": True}, {"softcap": 2.0}])
+def test_chunks_together_with_what_the_chunked_layer_lacks(field, tmp_path):
+    text = refusal(ours, free(tmp_path, {"sinks": "sinks" in field}, {"chunk": 32} | field))
+    assert f"chunk together with {next(iter(field))} of layers [1] is not honoured" in text
 
 
 @pytest.mark.parametrize(("cls", "text"), list(models.without_a_good_seam()))

@@ -13,10 +13,10 @@ pytest.importorskip("vllm", exc_type=ImportError)
 import titan_adapters as ta
 from tests.conftest import random_model, random_tokens
 from tests.vllm.conftest import engine_model, error_against_torch, generate, logprobs_of
-from tests.vllm.models import TINY, Llama
+from tests.vllm.models import TINY, FreeAttention, Llama
 from titan_adapters.checkpoint import open_weights
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("no_registrations_left")]
 
 TOLERANCE = 1e-5
 TIED = Llama.tiny_configs()["tied, llama3 rope"]
@@ -35,8 +35,10 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def two_checkpoints(config: ta.TransformerConfig, path: Path) -> tuple[Path, Path]:
+    cls = FreeAttention if isinstance(config, FreeAttention.Config) else Llama
+    ta.register_model(cls)
     for seed in (0, 1):
-        ta.save_checkpoint(random_model(Llama, config, seed), path / str(seed), max_shard_bytes=50_000)
+        ta.save_checkpoint(random_model(cls, config, seed), path / str(seed), max_shard_bytes=50_000)
     return path / "0", path / "1"
 
 
@@ -59,6 +61,27 @@ def test_reload_from_another_folder_and_back(start, tmp_path, config):
     model = engine_model(llm).backbone.model
     shared = model.lm_head.head.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
     assert shared == config.tied_embeddings
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_reload_reaches_the_sinks_that_attention_holds(start, tmp_path, dtype):
+    """vLLM's attention takes the sinks when it is built, and may convert them when it runs."""
+    ta.register_model(FreeAttention)
+    config = FreeAttention.config({"sinks": True}).model_copy(update={"dtype": dtype})
+    model = random_model(FreeAttention, config)
+    ta.save_checkpoint(model, tmp_path / "0")
+    with torch.no_grad():
+        model.layers[0].attention.inner_attention.sinks += 3
+    ta.save_checkpoint(model, tmp_path / "1")
+    llm, other = start(checkpoint=tmp_path / "0"), start(checkpoint=tmp_path / "1")
+    first, second = all_logprobs(llm, config), all_logprobs(other, config)
+    assert (first - second).abs().max() > 0.1
+    for folder, expected in (("1", second), ("0", first)):
+        reload(llm, weights_path=str(tmp_path / folder))
+        assert torch.equal(all_logprobs(llm, config), expected)
+    sinks = "layers.0.attention.inner_attention.sinks"
+    reload(llm, weights_iterator=iter([(sinks, model.state_dict()[sinks])]))
+    assert torch.equal(all_logprobs(llm, config), second)
 
 
 def test_titan_skip_waits_for_a_live_update(start, tmp_path):
@@ -123,7 +146,9 @@ def test_past_the_reload_only_what_takes_effect_is_written(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [Llama.tiny_configs()["biases, one kv head, square"], TIED], ids=["untied, biases", "tied"]
+    "config",
+    [Llama.tiny_configs()["biases, one kv head, square"], TIED, list(FreeAttention.tiny_configs().values())[-1]],
+    ids=["untied, biases", "tied", "sinks, gate, q and o biases"],
 )
 def test_every_weight_reaches_the_logits(start, tmp_path, config):
     one, _ = two_checkpoints(config, tmp_path)
@@ -152,7 +177,7 @@ def test_models_in_one_process_do_not_disturb_each_other(start, tmp_path):
     cases = [
         (Llama, TINY),
         (Llama, TIED),  # the same class with another config
-        (qwen3, qwen3.tiny_configs()["second layer windowed, square mlp"]),
+        (qwen3, qwen3.tiny_configs()["second layer windowed, square mlp, yarn"]),
     ]
     engines, models, alone = [], [], []
     for index, (cls, config) in enumerate(cases):

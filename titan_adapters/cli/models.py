@@ -26,10 +26,16 @@ def check(
     model: Annotated[str | None, typer.Argument(help="A registered name, or pkg.module:Class.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every known model.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Only a table of models and checks.")] = False,
+    fields: Annotated[
+        bool, typer.Option("--fields", help="Only a Markdown table of spec fields and who computes them.")
+    ] = False,
 ) -> None:
     """Run the contract suite on a model's tiny configs; exits with 1 if any check fails."""
-    from titan_adapters.testing import capability_table, check_model
+    from titan_adapters.testing import capability_table, check_model, field_table
 
+    if fields:
+        typer.echo(field_table(), nl=False)
+        return
     if every == (model is not None):
         raise typer.BadParameter("give a MODEL or --all")
     names = [info.name for info in list_models()] if model is None else [model]

@@ -5,10 +5,12 @@ from typing import Literal
 
 from titan_adapters.contract import BaseTransformer, contract_problems
 from titan_adapters.errors import ContractError
+from titan_adapters.nn import honours as nn_honours
 from titan_adapters.registry import get_model
 from titan_adapters.testing.checks import CHECKS, Case, Skip, relative_error
+from titan_adapters.vllm import honours as vllm_honours
 
-__all__ = ["CheckResult", "capability_table", "check_model", "relative_error", "require"]
+__all__ = ["CheckResult", "capability_table", "check_model", "field_table", "relative_error", "require"]
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -59,6 +61,17 @@ def capability_table(results: dict[str, list[CheckResult]]) -> str:
             ran = [r.outcome == "passed" for r in found if r.check == check and r.outcome != "skipped"]
             cells.append(f"{sum(ran)}/{len(ran)}" if ran else "-")
         lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def field_table() -> str:
+    """Markdown: every spec field, and who computes it in plain torch and in vLLM. Needs no vllm."""
+    lines = ["| field | plain torch | vLLM |", "|---|---|---|"]
+    for spec in nn_honours.HONOURED:
+        torchs, vllms = nn_honours.HONOURED[spec], vllm_honours.HONOURED.get(spec, {})
+        for field in spec.model_fields:
+            module = f"`nn.{torchs[field].__name__}`" if field in torchs else "not honoured"
+            lines.append(f"| `{spec.__name__}.{field}` | {module} | {vllms.get(field, 'refused')} |")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from titan_adapters.config import TransformerConfig
@@ -20,14 +21,26 @@ def platform_problems(config: TransformerConfig) -> list[str]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     supported = CPUAttentionBackend.get_supported_head_sizes()
-    layers: dict[int, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for layer, spec in enumerate(config.attention_specs()):
-        if spec.head_dim not in supported:
-            layers.setdefault(spec.head_dim, []).append(layer)
+        name = "head_dim" if spec.head_dim >= spec.v_head_dim else "v_head_dim"  # the smaller one is filled up
+        if getattr(spec, name) not in supported:
+            layers.setdefault(f"{name} {getattr(spec, name)}", []).append(layer)
     return [
-        f"head_dim {size} of layers {ids} is not supported by vLLM's CPU attention (supported: {supported})"
-        for size, ids in layers.items()
+        f"{what} of layers {ids} is not supported by vLLM's CPU attention (supported: {supported})"
+        for what, ids in layers.items()
     ]
+
+
+def sinks_dtype() -> torch.dtype:
+    """What to hold sinks in, where torch's default is the served dtype.
+
+    At the first forward, vLLM's CPU attention replaces fp16 sinks by a copy in fp32, which no reload would reach.
+    """
+    from vllm.platforms import current_platform
+
+    served = torch.get_default_dtype()
+    return torch.float32 if served == torch.float16 and current_platform.is_cpu() else served
 
 
 def multiprocess_engine() -> bool:
@@ -44,6 +57,19 @@ def keeps_packed_copy(module: nn.Module) -> bool:
     if isinstance(module, RoutedExperts):
         return module.quant_method.moe_kernel is not None
     return hasattr(module, "cpu_linear")
+
+
+def forget_repacking(module: nn.Module) -> None:
+    """Let `module`, which is being reloaded, repack its new weights too.
+
+    On the CPU, vLLM's fused experts repack weights only when they build their kernel, which they do once: after a
+    reload they would read the new weights in the wrong layout.
+    """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    if isinstance(module, RoutedExperts) and current_platform.is_cpu():
+        module.quant_method.moe_kernel = None
 
 
 def fused_moe(**options: Any) -> nn.Module:

@@ -93,3 +93,15 @@ def unsplittable(config: TransformerConfig, tensor_parallel_size: int) -> list[s
     ]
     reason = "takes its statistics over the heads of all ranks"
     return [f"qk_norm over all heads of layers {full} {reason}; use tensor_parallel_size=1"] if full else []
+
+
+def unpageable(config: TransformerConfig, block_size: int) -> list[str]:
+    """What can't be cached in blocks of `block_size` tokens: vLLM gives each chunk whole blocks."""
+    layers: dict[int, list[int]] = {}
+    for layer, spec in enumerate(config.attention_specs()):
+        if spec.chunk is not None and spec.chunk % block_size:
+            layers.setdefault(spec.chunk, []).append(layer)
+    return [
+        f"chunk {chunk} of layers {ids} is not a multiple of the KV cache's block_size, {block_size} tokens"
+        for chunk, ids in layers.items()
+    ]

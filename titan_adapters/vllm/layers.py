@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.logger import init_logger
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
@@ -24,8 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from titan_adapters.config import AttentionSpec
 from titan_adapters.nn import FeedForward, QKVLinear, SequenceInfo
-
-logger = init_logger("vllm.titan_adapters")
+from titan_adapters.vllm.compat import sinks_dtype
 
 
 class EngineAttention(nn.Module):
@@ -47,7 +45,7 @@ class EngineAttention(nn.Module):
         }
         self.sinks = None
         if spec.sinks:
-            sinks = torch.full((spec.num_heads // tp,), float("nan"), device=device)
+            sinks = torch.full((spec.num_heads // tp,), float("nan"), device=device, dtype=sinks_dtype())
             options["sinks"] = self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.attn: Attention
         if spec.chunk is not None:

@@ -12,6 +12,7 @@ from titan_adapters.errors import EngineError
 from titan_adapters.registry import get_model
 from titan_adapters.state_dict import native_tensors
 from titan_adapters.vllm.plugin import CONFIG_FORMAT, SKIP_FORMAT, register
+from titan_adapters.vllm.worker import EXTENSION
 
 if TYPE_CHECKING:
     import vllm
@@ -42,7 +43,8 @@ def engine_args(
         checkpoint: Native or published safetensors folder. Without one, `load_format` must say where weights come
             from: "dummy" (random), or "titan_skip" (a later live update). There is then no tokenizer either, unless
             `tokenizer` names one.
-        engine_kwargs: Passed on to vLLM. `dtype` defaults to the config's.
+        engine_kwargs: Passed on to vLLM. `dtype` defaults to the config's. An own `worker_extension_cls` should be a
+            subclass of `titan_adapters.vllm.worker.TitanWorker`.
 
     Raises:
         EngineError, CheckpointError, StateDictError, ConfigError: with everything that is wrong.
@@ -78,6 +80,7 @@ def engine_args(
             check_weights(weights, adapter_for(built, identity.names), native_tensors(built))
     return {
         "dtype": identity.config.dtype,
+        "worker_extension_cls": EXTENSION,
         **engine_kwargs,
         "model": str(folder),
         "config_format": CONFIG_FORMAT,

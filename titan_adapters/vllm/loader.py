@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
-from titan_adapters.vllm.compat import keeps_packed_copy
+from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moe import ExpertShard, write_experts
 from titan_adapters.vllm.swap import Shard, Swap
 
@@ -94,6 +94,8 @@ class WeightWriter:
         if reloading and not all(part in self._held for part in layer):
             return set()
         written = set()
+        if reloading:
+            forget_repacking(self._swap.model.get_submodule(path))
         for part in layer if reloading else [native]:
             name, shard = self._swap.target(part)
             # A reload gives a tied head a tensor of its own for the time being, and repacks it only if it is loaded.

@@ -5,13 +5,13 @@ Shapes: T tokens of a step  D model dim  E experts  K chosen experts per token.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.platforms import current_platform
 
 from titan_adapters.errors import EngineError
@@ -46,7 +46,8 @@ def requested_path(vllm_config: VllmConfig) -> Path:
 def native_routing(spec: MoESpec) -> dict[str, Any] | None:
     """Arguments with which vLLM's own router computes `spec`; None if it has none that does."""
     deepseek = spec.groups is None or spec.groups.score == ("top2_sum" if spec.correction_bias else "max")
-    if spec.score == "sigmoid" and spec.correction_bias and deepseek:
+    # On the CPU vLLM leaves out the guard against sigmoids that are all zero.
+    if spec.score == "sigmoid" and spec.correction_bias and deepseek and not current_platform.is_cpu():
         groups = (1, 1) if spec.groups is None else (spec.groups.num_groups, spec.groups.top_groups)
         return {
             "use_grouped_topk": True,
@@ -100,18 +101,20 @@ def fused_experts(**options: Any) -> nn.Module:
         assert isinstance(experts, RoutedExperts)
         for name, parameter in experts.named_parameters():
             if name.startswith("w13"):
-                vars(parameter)["weight_loader"] = partial(_load_interleaved, experts)
+                vars(parameter)["weight_loader"] = _interleaving_loader(experts)
     return runner
 
 
-def _load_interleaved(
-    experts: RoutedExperts, parameter: Tensor, weight: Tensor, name: str, shard_id: Projection, expert_id: int
-) -> None:
+def _interleaving_loader(experts: RoutedExperts) -> Callable[..., None]:
     """In place of vLLM's loader: this rank's rows of w1 to the even rows, those of w3 to the odd ones."""
-    local = experts._map_global_expert_id_to_local_expert_id(expert_id)
-    if local >= 0:
-        width, first = parameter.shape[1] // 2, 0 if shard_id == "w1" else 1
-        parameter.data[local, first::2] = weight.narrow(0, experts.moe_config.tp_rank * width, width)
+
+    def load(param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: Projection, expert_id: int) -> None:
+        local = experts._map_global_expert_id_to_local_expert_id(expert_id)
+        if local >= 0:
+            width, first = param.shape[1] // 2, 0 if shard_id == "w1" else 1
+            param.data[local, first::2] = loaded_weight.narrow(0, experts.moe_config.tp_rank * width, width)
+
+    return load
 
 
 class EngineMoE(nn.Module):
@@ -138,6 +141,12 @@ class EngineMoE(nn.Module):
             **expert_options(spec),
             **routing,
         )
+
+    @property
+    def vllm_router(self) -> BaseRouter:
+        router = self.runner.router
+        assert isinstance(router, BaseRouter)
+        return router
 
     def _choose(
         self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool

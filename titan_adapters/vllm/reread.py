@@ -1,5 +1,6 @@
 """Reading an emitted config back through vLLM's own resolver."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,18 @@ def facts(config: TransformerConfig) -> dict[str, Any]:
     specs = config.attention_specs()
     windows = [spec.window for spec in specs]
     return {
-        "num_heads": specs[0].num_heads,
-        "num_kv_heads": specs[0].num_kv_heads,
-        "head_dim": specs[0].head_dim,
+        # Where layers differ: what a tensor-parallel size must divide, the most heads and the widest head of any.
+        "num_heads": math.gcd(*(spec.num_heads for spec in specs)),
+        "num_kv_heads": max(spec.num_kv_heads for spec in specs),
+        "head_dim": max(size for spec in specs for size in (spec.head_dim, spec.v_head_dim)),
         "num_layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "max_model_len": config.max_seq_len,
         "dtype": f"torch.{config.dtype}",
         "num_experts": max((spec.num_experts for spec in config.moe_specs().values()), default=0),
-        # The one window that vLLM would give to every layer: only right if every layer has it.
-        "model_window": windows[0] if len(set(windows)) == 1 else None,
+        # What vLLM would give to a layer without a window of its own: only right if there is no such layer.
+        "model_window": None if None in windows else min(w for w in windows if w is not None),
         "windowed_layers": [layer for layer, window in enumerate(windows) if window is not None],
     }
 

@@ -16,6 +16,7 @@ from titan_adapters.errors import EngineError
 from titan_adapters.nn import SequenceInfo
 from titan_adapters.registry import find_model, import_path
 from titan_adapters.state_dict import StateDictAdapter, native_tensors
+from titan_adapters.vllm.honours import unpageable
 from titan_adapters.vllm.loader import WeightWriter
 from titan_adapters.vllm.swap import swap_modules
 
@@ -30,6 +31,9 @@ class TitanBackbone(nn.Module):
         super().__init__()
         refuse_unsupported(vllm_config)
         identity = identity_of(vllm_config)
+        if problems := unpageable(identity.config, vllm_config.cache_config.block_size):
+            fix = "pass a block_size that divides every chunk; on the CPU it must be a multiple of 32."
+            raise EngineError(f"vLLM's KV cache does not suit {identity.model.model_type}.", problems, fix=fix)
         self.model = meta_model(identity.model, identity.config)
         expected = native_tensors(self.model)
         adapter = adapter_for(self.model, identity.names)

@@ -1,0 +1,20 @@
+"""Methods that vLLM's workers get from us (`worker_extension_cls`), callable by name through `collective_rpc`."""
+
+from titan_adapters.vllm.recorder import RoutingRecorder
+
+EXTENSION = "titan_adapters.vllm.worker.TitanWorker"
+
+
+class TitanWorker:
+    """Mixed into vLLM's worker class in every worker process."""
+
+    titan_recorder: RoutingRecorder
+
+    def titan_start_recording(self) -> list[str]:
+        """Record routings from the next step on. Returns what keeps it from doing so, instead of raising far away."""
+        self.titan_recorder = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
+        return self.titan_recorder.start()
+
+    def titan_stop_recording(self) -> dict[str, dict[int, dict[int, list[int]]]]:
+        """Stop, and return request id -> layer -> position -> experts."""
+        return self.titan_recorder.stop()
