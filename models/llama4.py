@@ -104,7 +104,7 @@ class Llama4(ta.BaseTransformer):
         warm = {"beta": r.take("attn_scale", 0.1), "original_max_position": r.take("floor_scale", 8192)}
         tuned = r.take("attn_temperature_tuning", True)  # a bool, or in older files a number that no code reads
         fields["temperature"] = r.build(lambda: ta.TemperatureSpec(**warm, offset=1)) if tuned else None
-        nth, named = r.every_nth("interleave_moe_layer_step", 1, num_layers), r.layers("moe_layers", num_layers)
+        nth, named = r.every_nth("interleave_moe_layer_step", 1, num_layers), r.named_layers("moe_layers", num_layers)
         fields["sparse"] = nth if named is None else named
         return r.finish(lambda: Llama4Config(**fields))
 

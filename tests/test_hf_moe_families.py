@@ -325,6 +325,7 @@ def test_llama4_instruct_and_maverick():
 
 
 def test_llama4_refuses_what_does_not_fit():
+    assert problems(LLAMA4, no_rope_layers=[1, 0]) == ["no_rope_layers must have one value per layer, 48, has 2"]
     assert problems(LLAMA4, moe_layers=[0, 48]) == ["moe_layers names layers [48], there are 48"]
     assert problems(LLAMA4, "moe_layers", interleave_moe_layer_step=0) == [
         "interleave_moe_layer_step must be at least 1, is 0"

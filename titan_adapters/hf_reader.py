@@ -246,13 +246,19 @@ class HFReader:
         """Whether each layer has rope, from `no_rope_layers`, which is named the wrong way round: 1 is a layer that has
         it. Absent or empty: all but every so-many-th, as `no_rope_layer_interval` says."""
         layers, without = self.take("no_rope_layers", None), self.every_nth("no_rope_layer_interval", 4, num_layers)
-        if layers:
-            return tuple(bool(rotates) for rotates in layers)
-        return None if without is None else tuple(not nth for nth in without)
+        if not layers:
+            return without and tuple(not nth for nth in without)
+        if num_layers is not None and len(layers) != num_layers:
+            self.problems.append(f"no_rope_layers must have one value per layer, {num_layers}, has {len(layers)}")
+            return None
+        return tuple(bool(rotates) for rotates in layers)
 
     def sparse_layers(self, num_layers: int | None) -> tuple[bool, ...] | None:
         """Whether each layer is a mixture of experts, from `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
-        sparse, dense = self.every_nth("decoder_sparse_step", 1, num_layers), self.layers("mlp_only_layers", num_layers)
+        sparse, dense = (
+            self.every_nth("decoder_sparse_step", 1, num_layers),
+            self.named_layers("mlp_only_layers", num_layers),
+        )
         return sparse and tuple(nth and not (dense and dense[layer]) for layer, nth in enumerate(sparse))
 
     def every_nth(self, key: str, default: int, num_layers: int | None) -> tuple[bool, ...] | None:
@@ -265,7 +271,7 @@ class HFReader:
             return None
         return tuple((layer + 1) % step == 0 for layer in range(num_layers))
 
-    def layers(self, key: str, num_layers: int | None) -> tuple[bool, ...] | None:
+    def named_layers(self, key: str, num_layers: int | None) -> tuple[bool, ...] | None:
         """Whether each layer is in the list that `key` holds; None if there is none."""
         named = self.take(key, None)
         if num_layers is None or named is None:
