@@ -87,8 +87,8 @@ class Glm4Moe(ta.BaseTransformer):
             *ta.feed_forward_rows(config, "model.layers.{dense}.mlp", "layers.{dense}.feed_forward"),
             *ta.moe_rows(config, "model.layers.{moe}.mlp", "layers.{moe}.moe", layout=layout),
         ]
-        rows = ta.decoder_rows(config, feed_forward=feed_forward)
-        unused = [ta.Drop(f"model.layers.{{mtp}}.{name}") for name in MTP]
+        rows, layer = ta.decoder_rows(config, feed_forward=feed_forward), "model.layers.{mtp}"
+        unused = [ta.Drop(f"{layer}.{name}", only_with=f"{layer}.eh_proj.weight") for name in MTP]
         return ta.StateDictAdapter(*rows, *unused, mtp=[config.num_layers], **ta.layer_ranges(config))
 
     @classmethod

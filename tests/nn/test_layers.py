@@ -17,10 +17,16 @@ def rope_spec(**changes) -> ta.RopeSpec:
 
 def test_rope_table_by_hand():
     """theta 100 and 4 channels: pairs turn by 1 and by 100^(-1/2) = 0.1 radians per token."""
-    table = Rope(rope_spec(), max_seq_len=3).cos_sin
-    expected = [[math.cos(p), math.cos(p / 10), math.sin(p), math.sin(p / 10)] for p in range(3)]
-    assert table.dtype == torch.float32
-    torch.testing.assert_close(table, torch.tensor(expected), rtol=0, atol=1e-7)  # one fp32 rounding
+    cos, sin = ([[f(p), f(p / 10)] for p in range(3)] for f in (math.cos, math.sin))
+    for layout, order in (("half", [0, 1, 0, 1]), ("interleaved", [0, 0, 1, 1])):
+        signs = [-1, -1, 1, 1] if layout == "half" else [-1, 1, -1, 1]
+        expected = [
+            [c[i] for i in order] + [sign * s[i] for i, sign in zip(order, signs)]
+            for c, s in zip(cos, sin, strict=True)
+        ]
+        table = Rope(rope_spec(layout=layout), max_seq_len=3).cos_sin
+        assert table.dtype == torch.float32
+        torch.testing.assert_close(table, torch.tensor(expected), rtol=0, atol=1e-7)  # one fp32 rounding
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,10 @@ def transformers_rotary(spec: ta.RopeSpec, max_seq_len: int = LONGEST) -> torch.
 
 def transformers_table(rotary: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
     """In our form: cosines of the pairs, then sines."""
+    """In half layout, with the sines of the first half negative, as our tables have them."""
     cos, sin = rotary(torch.zeros(1), positions[None])
     pairs = cos.shape[-1] // 2
-    return torch.cat([cos[0, :, :pairs], sin[0, :, :pairs]], dim=-1)
+    return torch.cat([cos[0], -sin[0, :, :pairs], sin[0, :, pairs:]], dim=-1)
 
 
 @every_kind
@@ -85,7 +86,7 @@ def test_table_is_transformers_own(kind):
     positions = torch.tensor([0, ORIGINAL - 1, ORIGINAL, LONGEST - 1])
     expected = transformers_table(rotary, positions)
     table = Rope(spec, LONGEST).cos_sin
-    assert table.dtype == torch.float32 and table.shape == (LONGEST, spec.rotary_dim)
+    assert table.dtype == torch.float32 and table.shape == (LONGEST, 2 * spec.rotary_dim)
     torch.testing.assert_close(inverse_frequencies(spec, LONGEST), rotary.inv_freq, rtol=1e-6, atol=0)
     torch.testing.assert_close(table[positions], expected, rtol=0, atol=5e-4 * multiplier(spec))
     assert multiplier(spec) == pytest.approx(rotary.attention_scaling, rel=1e-12)
@@ -142,7 +143,7 @@ def test_multipliers_by_hand():
     assert of(factor=0.5) == 1.0
     # The multiplier is in the table: at position 0 cosines are 1 and sines 0.
     spec = rope_spec("longrope")
-    assert Rope(spec, 4).cos_sin[0].tolist() == [1.25] * 8 + [0.0] * 8
+    assert Rope(spec, 4).cos_sin[0].tolist() == [1.25] * 16 + [0.0] * 16
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,10 @@ class Session:
         """Everything wrong so far. Without `partial`, every row must have been completed."""
         problems = list(self.problems)
         for binding in self._bindings:
+            if isinstance(binding.row, Drop) and self._seen.issuperset(binding.hf):
+                needed = binding.row.only_with
+                if needed is not None and needed not in self._seen:
+                    problems.append(f"unexpected tensor {binding.hf[0]}: it is not needed only where {needed} is there")
             if isinstance(binding.row, Tie | Drop):
                 continue
             absent = [name for name in self._inputs(binding) if name not in self._seen]

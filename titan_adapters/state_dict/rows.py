@@ -179,16 +179,23 @@ class Tie(Row):
 
 @dataclass(frozen=True, init=False, kw_only=True)
 class Drop(Row):
-    """A checkpoint tensor that is known and not needed, such as a stored inverse frequency. Never written back."""
+    """A checkpoint tensor that is known and not needed, such as a stored inverse frequency. Never written back.
+
+    Args:
+        only_with: Another tensor without which this one is not known: it tells a part that is not needed from one
+            that looks the same and is.
+    """
 
     hf: str
+    only_with: str | None
 
-    def __init__(self, hf: str):
-        set_fields(self, hf=hf)
+    def __init__(self, hf: str, *, only_with: str | None = None):
+        set_fields(self, hf=hf, only_with=only_with)
 
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
         for fill in fills([self.hf], ranges):
-            yield Binding(self, (self.hf.format(**fill),), ())
+            needed = None if self.only_with is None else self.only_with.format(**fill)
+            yield Binding(Drop(self.hf, only_with=needed), (self.hf.format(**fill),), ())
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
         return []
