@@ -1,9 +1,9 @@
 """Blocks that authors compose, and the seams that engines replace.
 
-Seams: `InnerAttention`, `QKVLinear`, `FeedForward`, `MoE` and, where an author's own mixture has them, `InnerExperts`.
+Seams: `InnerAttention`, `QKVLinear`, `NormRope`, `FeedForward`, `MoE` and, in an author's own mixture, `InnerExperts`.
 """
 
-from titan_adapters.nn.attention import Attention, InnerAttention, QKVLinear, SequenceInfo, sequence_info
+from titan_adapters.nn.attention import Attention, InnerAttention, NormRope, QKVLinear, SequenceInfo, sequence_info
 from titan_adapters.nn.block import DecoderBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
 from titan_adapters.nn.feed_forward import FeedForward
 from titan_adapters.nn.moe import InnerExperts, MoE, Router, Routing
@@ -19,6 +19,7 @@ __all__ = [
     "InnerExperts",
     "LayerNorm",
     "MoE",
+    "NormRope",
     "PostNormBlock",
     "PreNormBlock",
     "QKVLinear",

@@ -138,6 +138,39 @@ class InnerAttention(nn.Module):
         return (scores.softmax(-1) @ v_BNSV.float()).to(q_BNSH.dtype)
 
 
+class NormRope(nn.Module):
+    """QK norm and rotation of queries and keys. Owns no weights; engines may replace it by one kernel."""
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+        self.spec = spec
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+        rope: Rope | None,
+    ) -> tuple[Tensor, Tensor]:
+        """q [..., N, H] and k [..., K, H] at positions [...]; same shapes and dtypes come back."""
+        spec = self.spec.qk_norm
+        if spec is not None and not spec.after_rope:
+            q, k = self._normed(q, q_norm), self._normed(k, k_norm)
+        if rope is not None:
+            q, k = rope(q, k, positions)
+        if spec is not None and spec.after_rope:
+            q, k = self._normed(q, q_norm), self._normed(k, k_norm)
+        return q, k
+
+    def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        assert norm is not None and self.spec.qk_norm is not None
+        if self.spec.qk_norm.scope == "per_head":
+            return norm(x)
+        return norm(x.flatten(-2)).unflatten(-1, (-1, self.spec.head_dim))
+
+
 class Attention(nn.Module):
     """Grouped-query attention as `config.attention(layer)` says: projections, QK norm, rope, output gate, output."""
 
@@ -151,6 +184,7 @@ class Attention(nn.Module):
             self.q_norm = make_norm(spec.head_dim * (spec.num_heads if full else 1), spec.qk_norm)
             self.k_norm = make_norm(spec.head_dim * (spec.num_kv_heads if full else 1), spec.qk_norm)
         self.rope = Rope(spec.rope, config.max_seq_len) if spec.rope else None
+        self.norm_rope = NormRope(spec)
         self.inner_attention = InnerAttention(spec, layer)
         self.wo = nn.Linear(spec.num_heads * spec.v_head_dim, config.dim, bias="o" in spec.biases)
         self.wg = None
@@ -161,25 +195,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq: SequenceInfo) -> Tensor:
         """[..., D] -> [..., D]."""
         q, k, v = self.qkv_linear(x)
-        norm = self.spec.qk_norm
-        if norm is not None and not norm.after_rope:
-            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
-        if self.rope is not None:
-            q, k = self.rope(q, k, seq.positions)
-        if norm is not None and norm.after_rope:
-            q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        q, k = self.norm_rope(q, k, seq.positions, self.q_norm, self.k_norm, self.rope)
         if self.spec.temperature is not None:
             q = q * query_multiplier(self.spec.temperature, seq.positions)[..., None, None].to(q.dtype)
         heads = self.inner_attention(q, k, v, seq)
         if self.wg is not None:
             heads = heads * self.wg(x).sigmoid().unflatten(-1, (heads.shape[-2], -1))
         return self.wo(heads.flatten(-2))
-
-    def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        assert norm is not None and self.spec.qk_norm is not None
-        if self.spec.qk_norm.scope == "per_head":
-            return norm(x)
-        return norm(x.flatten(-2)).unflatten(-1, (-1, self.spec.head_dim))
 
 
 def query_multiplier(spec: TemperatureSpec, positions: Tensor) -> Tensor:

@@ -103,6 +103,10 @@ class InnerExperts(nn.Module):
         experts = self._loop if self.kernel == "loop" else self._grouped
         return experts(x, routing).to(x.dtype)
 
+    def groupable(self, dtype: torch.dtype) -> bool:
+        """Whether rows of D and of F entries are multiples of 16 bytes, as grouped matmuls need them."""
+        return not any(width * dtype.itemsize % 16 for width in self.w1.shape[1:])
+
     def _loop(self, x_TD: Tensor, routing: Routing) -> Tensor:
         out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
         for expert in range(self.spec.num_experts):
@@ -122,7 +126,7 @@ class InnerExperts(nn.Module):
 
     def _grouped(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Tokens sorted by expert (R = T * K rows), one grouped matmul per projection. No sync with the host."""
-        if any(width * x_TD.element_size() % 16 for width in self.w1.shape[1:]):
+        if not self.groupable(x_TD.dtype):
             raise ConfigError(
                 f"The grouped kernel can't take experts of {x_TD.dtype}, width {self.w1.shape[1]} and dim "
                 f"{self.w1.shape[2]}: rows must be multiples of 16 bytes.",

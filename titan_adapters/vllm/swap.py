@@ -13,7 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
-from titan_adapters.nn import FeedForward, InnerAttention, InnerExperts, MoE, QKVLinear, Router
+from titan_adapters.nn import FeedForward, InnerAttention, InnerExperts, MoE, NormRope, QKVLinear, Router
 from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
 from titan_adapters.vllm.honours import unsplittable
 from titan_adapters.vllm.layers import EngineAttention, EngineFeedForward, EngineHead, EngineQKVLinear
@@ -27,6 +27,7 @@ from titan_adapters.vllm.moe import (
     native_routing,
     requested_path,
 )
+from titan_adapters.vllm.norm_rope import EngineNormRope, fusible
 
 logger = init_logger("vllm.titan_adapters")
 
@@ -95,6 +96,8 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
         elif type(module) is FeedForward and _packs_gate(module, styles, path):
             replacement = EngineFeedForward(module, path)
             swap.moved |= {f"{path}.w1": (f"{path}.w13", 0), f"{path}.w3": (f"{path}.w13", 1)}
+        elif type(module) is NormRope and fusible(module.spec):
+            replacement = EngineNormRope(module.spec)
         elif type(module) is MoE:
             replacement = _swap_moe(swap, module, path, vllm_config, device)
         elif type(module) is InnerExperts:
@@ -157,7 +160,7 @@ def _swap_experts(swap: Swap, module: InnerExperts, path: str, vllm_config: Vllm
         if wanted == "fused":
             raise EngineError(f"{path} has no fused kernel here: {reason}.", fix=f"set {OPTION} to 'auto'.") from reason
         swap.moe_paths.setdefault(f"the model's own experts in torch ({reason})", []).append(path)
-        module.kernel = "grouped"  # static shapes, so that it can be captured in a graph
+        module.kernel = "grouped" if module.groupable(vllm_config.model_config.dtype) else "loop"
         return None
     swap.moved_parameters |= moved_experts(path, f"{path}.runner", module.spec)
     swap.moe_paths.setdefault("vLLM's fused experts behind the model's own router", []).append(path)
