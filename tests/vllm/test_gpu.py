@@ -40,6 +40,45 @@ def engine_and_torch_logprobs(model, folder, **options):
     return ours, reference.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], reference[LENGTH - 1 :], continuation
 
 
+NORM = dict(eps=1e-6, scope="per_head", weight=True, after_rope=False)
+LLAMA_NORM = ta.QKNormSpec(**NORM, offset=0.0, weight_in_fp32=False)
+GEMMA_NORM = ta.QKNormSpec(**NORM, offset=1.0, weight_in_fp32=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [None, LLAMA_NORM, GEMMA_NORM], ids=["no norm", "llama", "gemma"])
+@pytest.mark.parametrize(
+    ("rotary_dim", "layout"), [(128, "half"), (128, "interleaved"), (64, "half"), (64, "interleaved")]
+)
+def test_norm_and_rope_kernel(dtype, norm, rotary_dim, layout):
+    """Against the torch modules: the same roundings, so at most one step of the dtype where fp32 sums differ."""
+    from titan_adapters.nn import NormRope, Rope, make_norm
+    from titan_adapters.vllm.norm_rope import EngineNormRope, fusible
+
+    spec = next(iter(ta.get_model("llama").tiny_configs().values())).attention(0)
+    rope_spec = ta.RopeSpec(theta=1e4, rotary_dim=rotary_dim, layout=layout, scaling=None)
+    spec = spec.model_copy(update={"head_dim": 128, "qk_norm": norm, "rope": rope_spec})
+    assert fusible(spec)
+    generator = torch.Generator().manual_seed(0)
+    rope = Rope(rope_spec, 64).cuda()
+    norms = [None, None]
+    if norm is not None:
+        norms = [make_norm(128, norm) for _ in "qk"]
+        for made in norms:
+            made.weight.data.normal_(generator=generator)
+        norms = [made.cuda().to(dtype) for made in norms]
+    for tokens, heads, kv_heads in [(1, 9, 3), (37, 32, 1), (0, 8, 8)]:
+        packed = torch.randn(tokens, (heads + 2 * kv_heads) * 128, generator=generator).to("cuda", dtype)
+        q, k, _ = packed.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1)
+        q, k = q.unflatten(-1, (heads, 128)), k.unflatten(-1, (kv_heads, 128))
+        positions = torch.randint(64, (tokens,), generator=generator).cuda()
+        expected = NormRope(spec)(q, k, positions, *norms, rope)
+        actual = EngineNormRope(spec)(q, k, positions, *norms, rope)
+        step = torch.finfo(dtype).eps
+        for ours, torchs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, torchs, rtol=4 * step, atol=4 * step)
+
+
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_adapters.config import AttentionSpec
-from titan_adapters.nn import RMSNorm, Rope
+from titan_adapters.nn import NormRope, RMSNorm, Rope
 
 try:
     import triton
@@ -38,18 +38,24 @@ class EngineNormRope(nn.Module):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
-        self.spec = spec
+        self.torch = NormRope(spec)
 
     def forward(
-        self, q: Tensor, k: Tensor, positions: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, rope: Rope | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+        rope: nn.Module | None,
     ) -> tuple[Tensor, Tensor]:
-        assert rope is not None
-        weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        eps, offset, in_fp32 = (
-            (0.0, 0.0, False) if q_norm is None else (q_norm.eps, q_norm.offset, q_norm.weight_in_fp32)
-        )
-        interleaved = rope.spec.layout == "interleaved"
-        return torch.ops.titan.norm_rope(q, k, *weights, rope.cos_sin, positions, eps, offset, in_fp32, interleaved)
+        if type(rope) is not Rope or {type(q_norm), type(k_norm)} - {RMSNorm, type(None)}:
+            return self.torch(q, k, positions, q_norm, k_norm, rope)  # an author's own parts
+        table, interleaved = rope.cos_sin, rope.spec.layout == "interleaved"
+        if not (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)):
+            return norm_rope(q, k, None, None, table, positions, 0.0, 0.0, False, interleaved)
+        settings = (q_norm.eps, q_norm.offset, q_norm.weight_in_fp32)
+        return norm_rope(q, k, q_norm.weight, k_norm.weight, table, positions, *settings, interleaved)
 
 
 @torch.library.custom_op("titan::norm_rope", mutates_args=())

@@ -160,7 +160,7 @@ def _swap_experts(swap: Swap, module: InnerExperts, path: str, vllm_config: Vllm
         if wanted == "fused":
             raise EngineError(f"{path} has no fused kernel here: {reason}.", fix=f"set {OPTION} to 'auto'.") from reason
         swap.moe_paths.setdefault(f"the model's own experts in torch ({reason})", []).append(path)
-        module.kernel = "grouped" if module.groupable(vllm_config.model_config.dtype) else "loop"
+        module.kernel = "grouped" if module.groupable(module.w1.dtype) else "loop"
         return None
     swap.moved_parameters |= moved_experts(path, f"{path}.runner", module.spec)
     swap.moe_paths.setdefault("vLLM's fused experts behind the model's own router", []).append(path)
