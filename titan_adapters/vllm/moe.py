@@ -94,25 +94,45 @@ def expert_options(spec: MoESpec) -> dict[str, Any]:
 
 
 def fused_experts(**options: Any) -> nn.Module:
-    """vLLM's fused experts, whose `swigluoai` takes w1 and w3 row by row in turn, not one above the other."""
+    """vLLM's fused experts, with loaders of our own for what vLLM's does not load, or not as the kernel reads it."""
     runner = fused_moe(router_logits_dtype=torch.float32, **options)
-    if options.get("activation") == "swigluoai":
-        experts = runner.routed_experts
-        assert isinstance(experts, RoutedExperts)
-        for name, parameter in experts.named_parameters():
-            if name.startswith("w13"):
-                vars(parameter)["weight_loader"] = _interleaving_loader(experts)
+    experts, interleaved = runner.routed_experts, options.get("activation") == "swigluoai"
+    assert isinstance(experts, RoutedExperts)
+    for name, parameter in experts.named_parameters():
+        # vLLM 0.26 leaves biases as they are, and says nothing.
+        if name.endswith("bias") or (interleaved and name.startswith("w13")):
+            vars(parameter)["weight_loader"] = _own_loader(experts, interleaved)
     return runner
 
 
-def _interleaving_loader(experts: RoutedExperts) -> Callable[..., None]:
-    """In place of vLLM's loader: this rank's rows of w1 to the even rows, those of w3 to the odd ones."""
+def _own_loader(experts: RoutedExperts, interleaved: bool) -> Callable[..., bool]:
+    """In place of vLLM's loader, for one expert's w13_weight, w13_bias or w2_bias.
 
-    def load(param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: Projection, expert_id: int) -> None:
-        local = experts._map_global_expert_id_to_local_expert_id(expert_id)
-        if local >= 0:
-            width, first = param.shape[1] // 2, 0 if shard_id == "w1" else 1
-            param.data[local, first::2] = loaded_weight.narrow(0, experts.moe_config.tp_rank * width, width)
+    Args:
+        interleaved: The kernel wants w1 and w3 row by row in turn, not one above the other.
+    """
+
+    def load(
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: Projection,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool:
+        local, rank = experts._map_global_expert_id_to_local_expert_id(expert_id), experts.moe_config.tp_rank
+        if local < 0:
+            return False
+        if shard_id == "w2":  # a bias: added before the sum over ranks, so all but the first add zeros
+            param.data[local] = loaded_weight if rank == 0 else 0
+            return True
+        width = param.shape[1] // 2
+        if interleaved:
+            rows = slice(0 if shard_id == "w1" else 1, None, 2)
+        else:
+            rows = slice(0, width) if shard_id == "w1" else slice(width, None)
+        param.data[local, rows] = loaded_weight.narrow(0, rank * width, width)
+        return True
 
     return load
 
@@ -211,6 +231,10 @@ def moved_experts(native: str, engine: str, spec: MoESpec) -> dict[str, tuple[st
 
 def write_experts(parameter: Tensor, name: str, tensor: Tensor, shard: ExpertShard) -> None:
     """Write a native tensor [E, ...] through vLLM's loader, which knows each rank's experts and slices."""
-    loader: Callable[..., None] = vars(parameter)["weight_loader"]
-    for expert, weight in enumerate(tensor):
-        loader(parameter, weight, name, shard_id=shard.projection, expert_id=expert)
+    loader: Callable[..., bool | None] = vars(parameter)["weight_loader"]
+    written = [
+        loader(parameter, weight, name, shard_id=shard.projection, expert_id=expert, return_success=True)
+        for expert, weight in enumerate(tensor)
+    ]
+    if all(done is False for done in written):  # a rank has at least one expert; None: put off, in a reload
+        raise EngineError(f"vLLM's loader did not write {name}.", fix="report this with your vLLM version.")
