@@ -29,6 +29,7 @@ from titan_adapters.moe_spec import (
     MoESpec,
     SharedExpertsSpec,
 )
+from titan_adapters.parallel import parallelize
 from titan_adapters.plan import (
     ParallelPlan,
     Style,
@@ -151,6 +152,7 @@ __all__ = [
     "load_model",
     "nn",
     "norm_rows",
+    "parallelize",
     "read_hf_config",
     "register_model",
     "replicate",

@@ -20,7 +20,8 @@ class Routing(NamedTuple):
     logits: Tensor
     """fp32 [T, E], before any bias."""
     experts: Tensor
-    """int64 [T, K]: indices of the chosen experts, in no particular order."""
+    """int64 [T, K]: indices of the chosen experts, in no particular order. Where experts are spread over ranks, those
+    that `InnerExperts` gets count from the rank's first, and `num_experts` stands for any other rank's."""
     weights: Tensor
     """fp32 [T, K]: what the experts' results (or inputs) are multiplied by."""
 
@@ -116,24 +117,31 @@ class InnerExperts(nn.Module):
         return activate(self.spec, gate, up)
 
     def _grouped(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Tokens sorted by expert (R = T * K rows), one grouped matmul per projection. No sync with the host."""
+        """Tokens sorted by expert (R = T * K rows), one grouped matmul per projection. No sync with the host.
+
+        Rows of other ranks' experts come last, in no group. There a grouped matmul leaves whatever was in memory, in
+        its results and in its gradients, and both are masked.
+        """
         num_chosen = self.spec.top_k
         order = routing.experts.flatten().argsort(stable=True)
         expert_R = routing.experts.flatten()[order]
         token_R, weight_R1 = order // num_chosen, routing.weights.flatten()[order, None]
         experts_E = torch.arange(self.spec.num_experts, device=x_TD.device)
         ends_E = torch.searchsorted(expert_R, experts_E, right=True, out_int32=True)
+        own_R1 = (expert_R < self.spec.num_experts).unsqueeze(-1)
+        bias_R = expert_R.clamp(max=self.spec.num_experts - 1)
         rows = x_TD[token_R]
         if self.spec.weighs == "input":
             rows = (rows * weight_R1).to(x_TD.dtype)
 
         def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends_E)
-            return rows if bias is None else rows + bias[expert_R]
+            rows = F.grouped_mm(rows.masked_fill(~own_R1, 0), weight.transpose(-2, -1), offs=ends_E)
+            rows = rows.masked_fill(~own_R1, 0)
+            return rows if bias is None else rows + bias[bias_R]
 
         up = None if self.w3 is None else project(rows, self.w3, self.b3)
         rows = project(activate(self.spec, project(rows, self.w1, self.b1), up), self.w2, self.b2)
-        rows = rows * weight_R1 if self.spec.weighs == "output" else rows.float()
+        rows = (rows * weight_R1 if self.spec.weighs == "output" else rows.float()).masked_fill(~own_R1, 0)
         return torch.zeros_like(x_TD, dtype=torch.float32).index_add(0, token_R, rows)
 
 

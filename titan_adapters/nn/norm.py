@@ -1,10 +1,17 @@
 """Normalisation layers."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titan_adapters.config import LayerNormSpec, NormSpec, QKNormSpec, RMSNormSpec
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """[..., D] -> [..., 1]."""
+    return x.pow(2).mean(-1, keepdim=True)
 
 
 class RMSNorm(nn.Module):
@@ -23,10 +30,12 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.weight_in_fp32 = weight_in_fp32
         self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset)) if weight else None
+        self.mean_square: Callable[[Tensor], Tensor] = mean_square
+        """fp32 [..., D] -> [..., 1]. Another function where the channels are spread over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
-        normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
+        normed = x_fp32 * torch.rsqrt(self.mean_square(x_fp32) + self.eps)
         if self.weight is None:
             return normed.to(x.dtype)
         if self.weight_in_fp32:
