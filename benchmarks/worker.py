@@ -11,9 +11,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that this process is th
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-DECODE_TOKENS = 64
-PREFILL_LENGTH, PREFILL_REQUESTS = 900, 4
-
 
 def start(name: str, folder: str, options: dict):
     import vllm
@@ -37,7 +34,8 @@ def timed(llm, prompts: list[list[int]], max_tokens: int) -> float:
 
 
 def main() -> None:
-    name, folder, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    name, folder, options, lengths = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4])
+    decode_tokens, (prefill_requests, prefill_length) = lengths["decode_tokens"], lengths["prefill"]
     draw = random.Random(0)  # the same prompts for every implementation
     llm = None
     for line in sys.stdin:
@@ -47,14 +45,14 @@ def main() -> None:
             llm = start(name, folder, options)
             result = {"start s": time.perf_counter() - begin}
         elif request == "memory":
-            result = {"peak GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # of host memory
+            result = {"host peak GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # of host memory
         elif request == "prefill":
-            prompts = [[draw.randrange(5, 40000) for _ in range(PREFILL_LENGTH)] for _ in range(PREFILL_REQUESTS)]
-            result = {"prefill tok/s": PREFILL_REQUESTS * PREFILL_LENGTH / timed(llm, prompts, 1)}
+            prompts = [[draw.randrange(5, 40000) for _ in range(prefill_length)] for _ in range(prefill_requests)]
+            result = {"prefill tok/s": prefill_requests * prefill_length / timed(llm, prompts, 1)}
         else:
             size = int(request.removeprefix("decode "))
             prompts = [[draw.randrange(5, 40000) for _ in range(16)] for _ in range(size)]
-            result = {f"decode {size} tok/s": size * DECODE_TOKENS / timed(llm, prompts, DECODE_TOKENS)}
+            result = {f"decode {size} tok/s": size * decode_tokens / timed(llm, prompts, decode_tokens)}
         print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -69,16 +69,20 @@ class Ministral3(ta.BaseTransformer):
             r.problems.append("the rope type must be yarn: its original context is the temperature's too")
         fields["temperature"] = None
         if beta and original is not None:  # a beta of 0 is no temperature
-            fields["temperature"] = r.build(lambda: ta.TemperatureSpec(beta=beta, original_max_position=original))
+            fields["temperature"] = r.build(
+                lambda: ta.TemperatureSpec(beta=beta, original_max_position=original, offset=0)
+            )
         return r.finish(lambda: Ministral3Config(**fields))
 
     @classmethod
     def to_hf_config(cls, config: Ministral3Config) -> dict[str, Any]:
         scaling, temperature = config.rope.scaling, config.temperature
         original = scaling.original_max_position if isinstance(scaling, ta.YarnScaling) else None
-        if original is None or (temperature is not None and temperature.original_max_position != original):
+        if original is None or (
+            temperature and (temperature.original_max_position, temperature.offset) != (original, 0)
+        ):
             raise ConfigError(
-                "This format needs yarn, with the same original context as the attention temperature.",
+                "This format needs yarn, and an attention temperature of the same original context, without an offset.",
                 fix="save with format='native'.",
             )
         beta = {"llama_4_scaling_beta": 0.0 if temperature is None else temperature.beta}
@@ -97,7 +101,7 @@ class Ministral3(ta.BaseTransformer):
             dim=96, num_layers=2, vocab_size=131, max_seq_len=128, norm_eps=1e-5, tied_embeddings=False,
             dtype="float32", num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=80, windows=(None, None),
             rope=ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=yarn),
-            temperature=ta.TemperatureSpec(beta=0.5, original_max_position=32),
+            temperature=ta.TemperatureSpec(beta=0.5, original_max_position=32, offset=0),
         )  # fmt: skip
         uneven = gqa.rope.model_copy(update={"scaling": yarn.model_copy(update={"mscale_all_dim": 0.5})})
         return {

@@ -56,7 +56,7 @@ def test_specs_have_no_defaults_no_extras_and_do_not_change(spec, fields):
         ),
         (ta.AttentionSpec, ATTENTION | {"head_dim": 6}, r"rotary_dim \(8\) exceeds head_dim \(6\)"),
         (ta.AttentionSpec, ATTENTION | {"window": 0}, "greater than 0"),
-        (ta.Llama3Scaling, SCALING | {"high_freq_factor": 1.0}, r"high_freq_factor \(1.0\) must exceed"),
+        (ta.Llama3Scaling, SCALING | {"high_freq_factor": 0.5}, r"high_freq_factor \(0.5\) must be at least"),
         (ta.FeedForwardSpec, FEED_FORWARD | {"activation": "relu"}, "'silu', 'gelu' or 'gelu_tanh'"),
     ],
 )
@@ -96,7 +96,11 @@ def test_fingerprint_changes_with_every_field(cls, config):
         "norm_eps": 1e-4,
         "num_kv_heads": 1 if config.attention(0).num_kv_heads > 1 else config.attention(0).num_heads,
         "activation": "gelu_tanh" if getattr(config, "activation", "") == "gelu" else "gelu",
-        "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7),
+        "temperature": ta.TemperatureSpec(beta=0.3, original_max_position=7, offset=0),
+        "swiglu": ta.ClampedSwiGLU(alpha=2.0, limit=3.0),
+        "groups": ta.ExpertGroupsSpec(num_groups=1, top_groups=1, score="max"),
+        "top_k": 2 if getattr(config, "top_k", None) == 1 else 1,
+        "num_dense_layers": getattr(config, "num_dense_layers", 0) + 1,
     }
     # Fields that hold one value per layer.
     per_layer = {name: v for name in cls.Config.model_fields if isinstance(v := getattr(config, name), tuple)}

@@ -127,7 +127,7 @@ def test_ministral_windows():
 
 def test_ministral3():
     spec = read(MINISTRAL3).attention(0)
-    assert spec.temperature == ta.TemperatureSpec(beta=0.1, original_max_position=16384)
+    assert spec.temperature == ta.TemperatureSpec(beta=0.1, original_max_position=16384, offset=0)
     assert spec.rope.scaling == ta.YarnScaling(
         factor=16.0, original_max_position=16384, beta_fast=32.0, beta_slow=1.0, truncate=True, attention_factor=None,
         mscale=1.0, mscale_all_dim=1.0,

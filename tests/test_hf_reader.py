@@ -229,7 +229,8 @@ def test_absent_keys_mean_what_transformers_means_by_them(family):
         try:
             _, ours = ta.read_hf_config(data)
         except ta.TitanError as error:  # refusing is fine, guessing is not
-            assert key in str(error)
+            ours = {"num_key_value_heads": "num_kv_heads"}.get(key, key)  # by our name where a spec contradicts itself
+            assert key in str(error) or ours in str(error)
             continue
         assert ours.head_dim == head_dim, key
         assert ours.num_kv_heads == theirs.num_key_value_heads, key

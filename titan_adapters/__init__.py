@@ -75,7 +75,9 @@ from titan_adapters.state_dict import (
     expert_rows,
     feed_forward_rows,
     gate_up_rows,
+    layer_ranges,
     linear_rows,
+    moe_rows,
     norm_rows,
 )
 
@@ -146,10 +148,12 @@ __all__ = [
     "hf_rope",
     "hf_rope_by_type",
     "hf_windows",
+    "layer_ranges",
     "linear_rows",
     "list_models",
     "load_checkpoint",
     "load_model",
+    "moe_rows",
     "nn",
     "norm_rows",
     "parallelize",

@@ -62,14 +62,16 @@ class QKNormSpec(RMSNormSpec):
 
 
 class TemperatureSpec(Spec):
-    """Queries times `1 + beta * ln(1 + floor(position / original_max_position))`, after the rotation.
+    """Queries times `1 + beta * ln(1 + floor((position + offset) / original_max_position))`, after the rotation.
 
-    Llama 4's attention temperature, which sharpens attention beyond the original context.
+    An attention temperature (arXiv:2501.19399), which sharpens attention beyond the original context.
     """
 
     beta: float = Field(gt=0)
     original_max_position: int = Field(gt=0)
     """In tokens."""
+    offset: int = Field(ge=0)
+    """What is added to the 0-based position: 1 in Llama 4, 0 in Ministral 3."""
 
 
 class AttentionSpec(Spec):

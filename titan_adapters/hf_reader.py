@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import ConfigError
 from titan_adapters.hf_rope import RopeSettings
 from titan_adapters.rope_spec import RopeSpec
@@ -17,9 +18,11 @@ INERT = {
     "architectures", "attention_dropout", "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
     "chunk_size_feed_forward", "classifier_dropout", "cls_token_id", "embd_pdrop", "embedding_dropout",
     "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "label2id", "mask_token_id",
-    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
-    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "torchscript", "transformers.js_config",
-    "transformers_version", "unk_token_id", "use_cache",
+    "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
+    "router_aux_loss_coef",  # weight of the load-balancing loss
+    "router_jitter_noise",  # multiplies a mixture's input in training only
+    "sep_token_id", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
 }  # fmt: skip
 
 # Keys that would change the function, were they not at the one value that every family here computes.
@@ -48,6 +51,15 @@ class HFReader:
             self.problems.append(f"{key} is missing")
             return None
         return default
+
+    def take_either(self, *keys: str) -> Any:
+        """The value that these keys have; which of them is there depends on who wrote the config."""
+        values = {key: value for key in keys if (value := self._left.pop(key, None)) is not None}
+        if len(set(values.values())) > 1:
+            self.problems.append(f"{keys[0]} is contradictory: {', '.join(f'{k} = {v}' for k, v in values.items())}")
+        if not values:
+            self.problems.append(f"{' / '.join(keys)} is missing")
+        return next(iter(values.values()), None)
 
     def expect(self, key: str, *accepted: Any, default: Any = MISSING) -> None:
         """Require one of the `accepted` values: the model computes nothing else."""
@@ -202,6 +214,28 @@ class HFReader:
         window = self.take("sliding_window", None)
         return None if num_layers is None else (window,) * num_layers
 
+    def switched_window(self, num_layers: int | None) -> tuple[int | None, ...] | None:
+        """The same where `use_sliding_window` turns it on (Qwen3 MoE)."""
+        used = self.take("use_sliding_window", False)
+        first = self.take("max_window_layers", None)
+        if used and first is not None:
+            # transformers 4 read it as the first layer with the window, 5 ignores it.
+            self.problems.append(f"use_sliding_window with max_window_layers = {first} has no agreed meaning")
+        windows = self.one_window(num_layers)
+        return windows if used or num_layers is None else (None,) * num_layers
+
+    def sparse_layers(self, num_layers: int | None) -> tuple[bool, ...] | None:
+        """Whether each layer is a mixture of experts, from `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
+        dense, step = self.take("mlp_only_layers", ()), self.take("decoder_sparse_step", 1)
+        if num_layers is None:
+            return None
+        if step < 1:
+            self.problems.append(f"decoder_sparse_step must be at least 1, is {step}")
+            return None
+        if unknown := sorted(set(dense) - set(range(num_layers))):
+            self.problems.append(f"mlp_only_layers names layers {unknown}, there are {num_layers}")
+        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
     def build(self, make: Callable[[], Any]) -> Any:
         """Run a spec or config constructor, turning its validation errors into problems."""
         try:
@@ -214,15 +248,27 @@ class HFReader:
         """Build the config, or raise ConfigError with every problem."""
         for key, value in FIXED.items():
             self.expect(key, value, default=value)
+        if (quantization := self.take("quantization_config", None)) is not None:
+            self.problems.append(
+                f"quantization_config: the weights are quantised ({quantization.get('quant_method')}), and only plain "
+                "ones are read: take a checkpoint of the same model in bf16"
+            )
         self.problems += [
             f"{key} = {value!r} is not read by {self.family}"
             for key, value in sorted(self._left.items())
             if key not in INERT and not key.startswith("_") and value is not None
         ]
-        if not self.problems and (config := self.build(make)) is not None:
+        if not self.problems and (config := self.build(lambda: _with_specs(make()))) is not None:
             return config
         raise ConfigError(
             f"This config.json can't be read as {self.family}.",
             self.problems,
             fix="add or correct these keys. Remove a key only if you know that no forward pass reads it.",
         )
+
+
+def _with_specs(config: TransformerConfig) -> TransformerConfig:
+    """`config`, once every layer's specs are known to be free of contradictions."""
+    for layer in range(config.num_layers):
+        config.attention(layer), config.feed_forward(layer)
+    return config

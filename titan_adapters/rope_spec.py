@@ -34,14 +34,15 @@ class Llama3Scaling(Spec):
     """Divisor of the frequencies whose wavelength exceeds the original context."""
     low_freq_factor: float = Field(gt=0)
     high_freq_factor: float = Field(gt=0)
+    """As the lower one, if nothing is blended in between (Llama 4)."""
     original_max_position: int = Field(gt=0)
     """Context length of pre-training, in tokens."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})"
+                f"high_freq_factor ({self.high_freq_factor}) must be at least low_freq_factor ({self.low_freq_factor})"
             )
         return self
 

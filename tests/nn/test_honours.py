@@ -28,7 +28,7 @@ CHANGED = {
     ta.AttentionSpec: {
         "num_heads": 2, "num_kv_heads": 4, "head_dim": 32, "v_head_dim": 32, "scale": 0.3, "window": 5, "chunk": 4,
         "sinks": True, "softcap": 1.0, "qk_norm": NORM, "biases": "o", "rope": ROPE, "output_gate": "per_head",
-        "temperature": ta.TemperatureSpec(beta=0.5, original_max_position=4),
+        "temperature": ta.TemperatureSpec(beta=0.5, original_max_position=4, offset=0),
     },
     ta.FeedForwardSpec: {"hidden_dim": 48, "activation": "gelu", "gated": True, "bias": True},
 }  # fmt: skip

@@ -92,20 +92,26 @@ def test_qk_norm_scopes(scope):
         assert relative_error(attention(x, seq), attention.wo(inner.flatten(-2))) < 1e-6
 
 
-def test_temperature_by_hand():
-    """beta 0.5, 4 original tokens: queries 0 to 3 stay, 4 to 7 grow by 1 + ln(2) / 2, 8 to 11 by 1 + ln(3) / 2."""
-    spec = ta.TemperatureSpec(beta=0.5, original_max_position=4)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_temperature_by_hand(offset):
+    """beta 0.5, 4 original tokens: queries 0 to 3 stay, 4 to 7 grow by 1 + ln(2) / 2, 8 to 11 by 1 + ln(3) / 2.
+
+    With an offset of 1, each step comes one query earlier, and query 11 grows by 1 + ln(4) / 2.
+    """
+    spec = ta.TemperatureSpec(beta=0.5, original_max_position=4, offset=offset)
     plain, warm = Attention(tiny_config(), 0), Attention(tiny_config(temperature=spec), 0)
     warm.load_state_dict(plain.state_dict())
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     seq = sequence_info(torch.zeros(12), None, None)
     with torch.no_grad():
-        factors = torch.tensor([1.0] * 4 + [1.34657359] * 4 + [1.54930614] * 4)
+        factors = torch.tensor([1.0] * 4 + [1.34657359] * 4 + [1.54930614] * 4 + [1.69314718])[offset:][:12]
         q, k, v = plain.qkv_linear(x)
         expected = plain.wo(plain.inner_attention(q * factors[:, None, None], k, v, seq).flatten(-2))
         actual = warm(x, seq)
         assert relative_error(actual, expected) < 1e-6
-        assert torch.equal(actual[:4], plain(x, seq)[:4]) and relative_error(actual[4:], plain(x, seq)[4:]) > 1e-4
+        unchanged, same = 4 - offset, plain(x, seq)
+        assert torch.equal(actual[:unchanged], same[:unchanged])
+        assert relative_error(actual[unchanged:], same[unchanged:]) > 1e-4
 
 
 @pytest.mark.parametrize(("block", "norms"), [

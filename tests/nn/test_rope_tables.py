@@ -34,6 +34,10 @@ KINDS = {
         ta.Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=ORIGINAL),
         {},
     ),
+    "llama3, nothing blended": (
+        ta.Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position=ORIGINAL),
+        {},
+    ),
     "yarn": (ta.YarnScaling(**YARN), {}),
     "yarn, partial": (ta.YarnScaling(**YARN), {"rotary_dim": 16}),
     "yarn, not truncated": (ta.YarnScaling(**YARN | {"truncate": False}), {}),

@@ -184,4 +184,4 @@ class Attention(nn.Module):
 
 def query_multiplier(spec: TemperatureSpec, positions: Tensor) -> Tensor:
     """fp32, shape of the positions: what the queries there are multiplied by."""
-    return 1 + spec.beta * torch.log(1 + torch.floor(positions / spec.original_max_position))
+    return 1 + spec.beta * torch.log(1 + torch.floor((positions + spec.offset) / spec.original_max_position))

@@ -78,9 +78,11 @@ def _dynamic_theta(theta: float, dim: int, s: DynamicScaling, max_seq_len: int) 
 def _llama3(inv_freq: Tensor, s: Llama3Scaling) -> Tensor:
     """Keep short wavelengths, divide long ones by `factor`, blend in between."""
     wavelength = 2 * math.pi / inv_freq
+    longest_kept = s.original_max_position / s.high_freq_factor
+    if s.high_freq_factor == s.low_freq_factor:
+        return torch.where(wavelength < longest_kept, inv_freq, inv_freq / s.factor)
     smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     blended = (1 - smooth) * inv_freq / s.factor + smooth * inv_freq
-    longest_kept = s.original_max_position / s.high_freq_factor
     shortest_divided = s.original_max_position / s.low_freq_factor
     scaled = torch.where(wavelength > shortest_divided, inv_freq / s.factor, blended)
     return torch.where(wavelength < longest_kept, inv_freq, scaled)

@@ -14,6 +14,7 @@ from titan_adapters.state_dict.hf_rows import (
     linear_rows,
     norm_rows,
 )
+from titan_adapters.state_dict.moe_rows import layer_ranges, moe_rows
 from titan_adapters.state_dict.ops import Cast, Deinterleave, Offset, Op, Permute, Scale, Transpose, VocabPadding
 from titan_adapters.state_dict.rows import Binding, Concat, Drop, Rename, Row, Split, Stack, Tie
 
@@ -47,7 +48,9 @@ __all__ = [
     "expert_rows",
     "feed_forward_rows",
     "gate_up_rows",
+    "layer_ranges",
     "linear_rows",
+    "moe_rows",
     "native_adapter",
     "native_tensors",
     "norm_rows",

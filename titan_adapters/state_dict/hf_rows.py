@@ -1,11 +1,12 @@
 """Row lists that several published families share."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from titan_adapters.config import AttentionSpec, LayerNormSpec, TransformerConfig
 from titan_adapters.errors import StateDictError
 from titan_adapters.moe_spec import FeedForwardSpec
+from titan_adapters.spec import Spec
 from titan_adapters.state_dict.fused import split_gate_up
 from titan_adapters.state_dict.ops import Op, Permute, VocabPadding
 from titan_adapters.state_dict.rows import Rename, Row, Tie
@@ -70,16 +71,24 @@ SHAPING = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "biases", "sin
 
 def one_shape(config: TransformerConfig) -> AttentionSpec:
     """The first layer's spec, once all layers are known to have parameters of its shapes."""
-    specs = config.attention_specs()
-    for layer, spec in enumerate(specs):
-        for name in SHAPING:
-            ours, first = getattr(spec, name), getattr(specs[0], name)
-            if ours != first:
+    return alike(dict(enumerate(config.attention_specs())), SHAPING)
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def alike(specs: Mapping[int, S], fields: Sequence[str]) -> S:
+    """The first layer's spec, once the specs of these layers are known to agree in `fields`."""
+    first, spec = next(iter(specs.items()))
+    for layer, other in specs.items():
+        for name in fields:
+            ours, theirs = getattr(spec, name), getattr(other, name)
+            if ours != theirs:
                 raise StateDictError(
-                    f"Layers 0 and {layer} differ in {name} ({first}, {ours}), which these rows can't say.",
+                    f"Layers {first} and {layer} differ in {name} ({ours}, {theirs}), which these rows can't say.",
                     fix="write the rows of such layers by hand.",
                 )
-    return specs[0]
+    return spec
 
 
 def linear_rows(hf: str, native: str, bias: bool) -> list[Row]:
@@ -99,10 +108,16 @@ def first_dense(config: TransformerConfig) -> FeedForwardSpec:
 
 
 def feed_forward_rows(config: TransformerConfig, hf: str, native: str) -> list[Row]:
-    """gate_proj, up_proj and down_proj of dense layers as w1, w3 and w2."""
+    """gate_proj, up_proj and down_proj of dense layers as w1, w3 and w2; no rows if there are no such layers."""
+    return mlp_rows(first_dense(config), hf, native) if config.dense_specs() else []
+
+
+def mlp_rows(spec: FeedForwardSpec, hf: str, native: str) -> list[Row]:
+    """gate_proj, up_proj and down_proj as w1, w3 and w2."""
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    bias = first_dense(config).bias
-    return [row for theirs, ours in names.items() for row in linear_rows(f"{hf}.{theirs}", f"{native}.{ours}", bias)]
+    return [
+        row for theirs, ours in names.items() for row in linear_rows(f"{hf}.{theirs}", f"{native}.{ours}", spec.bias)
+    ]
 
 
 def gate_up_rows(

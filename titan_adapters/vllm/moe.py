@@ -46,7 +46,8 @@ def requested_path(vllm_config: VllmConfig) -> Path:
 def native_routing(spec: MoESpec) -> dict[str, Any] | None:
     """Arguments with which vLLM's own router computes `spec`; None if it has none that does."""
     deepseek = spec.groups is None or spec.groups.score == ("top2_sum" if spec.correction_bias else "max")
-    if spec.score == "sigmoid" and spec.correction_bias and deepseek:
+    # On the CPU vLLM leaves out the guard against sigmoids that are all zero.
+    if spec.score == "sigmoid" and spec.correction_bias and deepseek and not current_platform.is_cpu():
         groups = (1, 1) if spec.groups is None else (spec.groups.num_groups, spec.groups.top_groups)
         return {
             "use_grouped_topk": True,

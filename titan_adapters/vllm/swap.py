@@ -120,11 +120,12 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
 def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, device: torch.device) -> nn.Module | None:
     """The mixture over vLLM's fused experts, or None to swap its parts."""
     shared: nn.Module | None = module.shared_experts
-    if requested_path(vllm_config) == "torch" or not (shared is None or isinstance(shared, FeedForward)):
+    own_parts = type(module.router) is not Router or type(module.experts) is not InnerExperts
+    if own_parts or requested_path(vllm_config) == "torch":
         return None
     moved: dict[str, tuple[str, Shard]] = {}
     if shared is not None:
-        if shared.w3 is None:
+        if type(shared) is not FeedForward or shared.w3 is None:
             return None
         shared = EngineFeedForward(shared, f"{path}.shared_experts", reduce_results=False)
         where = f"{path}.shared" if module.shared_gate is None else f"{path}.shared.feed_forward"
