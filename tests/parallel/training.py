@@ -33,6 +33,9 @@ def errors_of_training(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
 def _errors(case: Case) -> dict[str, float]:
     alone, split = (random_model(case.model, case.config) for _ in range(2))
     for model in (alone, split):
+        with torch.no_grad():  # scores so large that rounding shows make a poor test
+            for parameter in model.parameters():
+                parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
         for module in model.modules():
             if isinstance(module, ta.nn.InnerExperts):
                 module.kernel = case.kernel
@@ -70,7 +73,7 @@ def _errors(case: Case) -> dict[str, float]:
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
 def _loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:

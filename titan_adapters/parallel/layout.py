@@ -135,7 +135,7 @@ def _all_or_none(wanted: Mapping[str, Style], styles: Mapping[str, Style]) -> It
 
 def owners_by_unit(model: BaseTransformer, styles: Mapping[str, Style]) -> dict[nn.Module, list[str]]:
     """Parameter-owning modules by the unit whose forward pass uses them: their layer, or the model for the rest."""
-    units: dict[nn.Module, list[str]] = {layer: [] for layer in model.layers} | {model: []}
+    units: dict[nn.Module, list[str]] = {unit: [] for unit in (*model.layers, model)}
     for path in styles:
         first, _, rest = path.partition(".")
         units[model.layers[int(rest.partition(".")[0])] if first == "layers" else model].append(path)

@@ -109,4 +109,3 @@ def _attach_views(model: BaseTransformer, layout: ModelLayout, tp: dist.ProcessG
         by_module.setdefault(path, []).append(Slot(model.get_submodule(path), name, how))
     for unit, paths in owners_by_unit(model, layout.styles).items():
         LocalView([slot for path in paths for slot in by_module[path]], tp).attach(unit)
-
