@@ -1,17 +1,10 @@
 """Normalisation layers."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titan_adapters.config import LayerNormSpec, NormSpec, QKNormSpec, RMSNormSpec
-
-
-def mean_square(x: Tensor) -> Tensor:
-    """[..., D] -> [..., 1]."""
-    return x.pow(2).mean(-1, keepdim=True)
 
 
 class RMSNorm(nn.Module):
@@ -30,8 +23,6 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.weight_in_fp32 = weight_in_fp32
         self.weight = nn.Parameter(torch.full((dim,), 1.0 - offset)) if weight else None
-        self.mean_square: Callable[[Tensor], Tensor] = mean_square
-        """fp32 [..., D] -> [..., 1]. Another function where the channels are spread over ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
@@ -42,6 +33,10 @@ class RMSNorm(nn.Module):
             weight = self.weight.float()
             return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
         return normed.to(x.dtype) * (self.weight + self.offset if self.offset else self.weight)
+
+    def mean_square(self, x_fp32: Tensor) -> Tensor:
+        """[..., D] -> [..., 1]. Overridden where a rank holds only some of the channels."""
+        return x_fp32.pow(2).mean(-1, keepdim=True)
 
     def extra_repr(self) -> str:
         shape = "no weight" if self.weight is None else tuple(self.weight.shape)

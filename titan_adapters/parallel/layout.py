@@ -14,6 +14,7 @@ from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import PlanError
 from titan_adapters.nn.attention import Attention, InnerAttention
 from titan_adapters.nn.feed_forward import FeedForward
+from titan_adapters.nn.norm import RMSNorm
 from titan_adapters.plan import ParallelPlan, Style, colwise, expertwise, headwise, replicate, rowwise, vocabwise
 
 MODEL_AXES = ("tp", "ep")
@@ -117,6 +118,12 @@ def _misfits(model: BaseTransformer, styles: Mapping[str, Style]) -> Iterator[st
             wanted = dict.fromkeys(parts, colwise) | {f"{path}.wo": rowwise}
             if module.spec.sinks:
                 wanted[f"{path}.inner_attention"] = headwise
+            norm = module.spec.qk_norm
+            if norm is not None and norm.weight and norm.scope == "full":
+                wanted |= {f"{path}.q_norm": headwise, f"{path}.k_norm": headwise}
+                for name in ("q_norm", "k_norm"):
+                    if type(module.get_submodule(name)) is not RMSNorm:
+                        yield f"{path}.{name} is a subclass of RMSNorm, whose statistics can't be told"
             yield from _all_or_none(wanted, styles)
         elif isinstance(module, FeedForward):
             columns = [f"{path}.w1"] + [f"{path}.w3"] * (module.w3 is not None)

@@ -11,7 +11,7 @@ from titan_adapters.contract import BaseTransformer
 from titan_adapters.nn.attention import Attention, QKVLinear
 from titan_adapters.nn.feed_forward import FeedForward
 from titan_adapters.nn.moe import InnerExperts, Routing
-from titan_adapters.nn.norm import RMSNorm, mean_square
+from titan_adapters.nn.norm import RMSNorm
 from titan_adapters.parallel.collectives import gathered, spread, summed
 from titan_adapters.parallel.layout import ModelLayout
 from titan_adapters.plan import colwise, expertwise, rowwise, vocabwise
@@ -97,14 +97,22 @@ def _split_heads(attention: Attention, tp: ProcessGroup) -> None:
     local = spec.model_copy(update={"num_heads": spec.num_heads // size, "num_kv_heads": kv_heads})
     attention.inner_attention.spec = local
     if spec.qk_norm is not None and spec.qk_norm.scope == "full":
-        for norm in (attention.q_norm, attention.k_norm):
+        for name in ("q_norm", "k_norm"):
+            norm = attention.get_submodule(name)
             assert isinstance(norm, RMSNorm)
-            norm.mean_square = partial(_mean_square_across, tp)
+            attention.set_submodule(name, _NormOverRanks(norm, tp))
 
 
-def _mean_square_across(tp: ProcessGroup, x: Tensor) -> Tensor:
-    """Over all ranks' channels. Each rank has as many, and a kv head that several hold is held by equally many."""
-    return spread(summed(mean_square(x), [tp]), [tp]) / tp.size()
+class _NormOverRanks(RMSNorm):
+    """A norm whose channels are spread over ranks, over as many on each. Ranks that share a kv head each count it."""
+
+    def __init__(self, norm: RMSNorm, tp: ProcessGroup):
+        super().__init__(1, norm.eps, offset=norm.offset, weight_in_fp32=norm.weight_in_fp32, weight=False)
+        self.weight = norm.weight
+        self._tp = tp
+
+    def mean_square(self, x_fp32: Tensor) -> Tensor:
+        return spread(summed(super().mean_square(x_fp32), [self._tp]), [self._tp]) / self._tp.size()
 
 
 def _split_experts(experts: InnerExperts, groups: dict[str, ProcessGroup]) -> None:
@@ -115,12 +123,11 @@ def _split_experts(experts: InnerExperts, groups: dict[str, ProcessGroup]) -> No
         num_local = spec.num_experts // groups["ep"].size()
         first = groups["ep"].rank() * num_local
         experts.spec = spec.model_copy(update={"num_experts": num_local})
+        experts.partial = True
 
     def before(module: nn.Module, args: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
         x_TD, routing = args
-        local = routing.experts - first
-        foreign = (local < 0) | (local >= num_local)
-        own = Routing(routing.logits, local.masked_fill(foreign, num_local), spread(routing.weights, every))
+        own = routing._replace(experts=routing.experts - first, weights=spread(routing.weights, every))
         return spread(x_TD, every), own
 
     experts.register_forward_pre_hook(before)

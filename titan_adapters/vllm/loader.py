@@ -13,7 +13,7 @@ from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moe import ExpertShard, write_experts
-from titan_adapters.vllm.swap import Shard, Swap
+from titan_adapters.vllm.swap import ReplicatedHeads, Shard, Swap
 
 logger = init_logger("vllm.titan_adapters")
 
@@ -26,12 +26,14 @@ class WeightWriter:
 
     Args:
         adapter: Table between incoming and native names.
-        expected: Native names and tensors (meta), aliases left out.
-        swap: Where native parameters went.
+        expected: Native names and tensors (meta) of the whole model, aliases left out.
+        swap: Where the native parameters of this pipeline stage went.
     """
 
     def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap):
         self._adapter = adapter
+        self._elsewhere = {name for name in expected if swap.is_elsewhere(name)}
+        expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
         self._expected = expected
         self._swap = swap
         self._session: Session | None = None
@@ -65,7 +67,11 @@ class WeightWriter:
         session = self._session or self._adapter.session("to_native")
         written: set[str] = set()
         for incoming, tensor in weights:
+            if self._elsewhere.issuperset(session.contributes_to(incoming)):
+                tensor = tensor.to("meta")  # accounted for like all others, but its data is never read
             for native, converted in session.feed(incoming, tensor):
+                if native in self._elsewhere:
+                    continue
                 wanted = self._expected[native].shape
                 if converted.shape != wanted:
                     problem = f"{native} has shape {tuple(converted.shape)}, the model needs {tuple(wanted)}"
@@ -124,6 +130,8 @@ def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> No
     loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
     if shard is None:
         loader(parameter, tensor)
+    elif isinstance(shard, ReplicatedHeads):
+        loader(parameter, shard.repeat(tensor))
     else:
         loader(parameter, tensor, shard)
 
