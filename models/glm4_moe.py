@@ -133,13 +133,18 @@ class Glm4Moe(ta.BaseTransformer):
             groups=ta.ExpertGroupsSpec(num_groups=3, top_groups=2, score="top2_sum"),
         )  # fmt: skip
         one_group = {"groups": None, "num_experts": 5, "top_k": 3, "renormalize": False, "scaling_factor": 1.0}
+        yarn = ta.YarnScaling(
+            factor=4.0, original_max_position=32, beta_fast=4.0, beta_slow=1.0, truncate=True, attention_factor=None,
+            mscale=None, mscale_all_dim=None,
+        )  # fmt: skip
+        scaled = grouped.rope.model_copy(update={"theta": 1e4, "rotary_dim": 24, "scaling": yarn})
         plain = {"attention_bias": False, "qk_norm": False, "tied_embeddings": True, "num_kv_heads": 1}
         return {
             "groups, square experts": grouped,
             "one group, 2 * expert width = dim = dense width, two shared experts, two dense layers": grouped.model_copy(
                 update=one_group | {"expert_dim": 48, "hidden_dim": 96, "num_shared_experts": 2, "num_dense_layers": 2}
             ),
-            "no dense layer, neither biases nor norms, tied, one kv head": grouped.model_copy(
-                update=plain | {"num_dense_layers": 0, "expert_dim": 64}
+            "no dense layer, neither biases nor norms, tied, one kv head, yarn": grouped.model_copy(
+                update=plain | {"num_dense_layers": 0, "expert_dim": 64, "rope": scaled}
             ),
         }

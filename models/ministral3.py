@@ -78,11 +78,9 @@ class Ministral3(ta.BaseTransformer):
     def to_hf_config(cls, config: Ministral3Config) -> dict[str, Any]:
         scaling, temperature = config.rope.scaling, config.temperature
         original = scaling.original_max_position if isinstance(scaling, ta.YarnScaling) else None
-        if original is None or (
-            temperature and (temperature.original_max_position, temperature.offset) != (original, 0)
-        ):
+        if original is None or (temperature is not None and temperature.original_max_position != original):
             raise ConfigError(
-                "This format needs yarn, and an attention temperature of the same original context, without an offset.",
+                "This format needs yarn, with the same original context as the attention temperature.",
                 fix="save with format='native'.",
             )
         beta = {"llama_4_scaling_beta": 0.0 if temperature is None else temperature.beta}

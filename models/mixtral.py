@@ -104,8 +104,12 @@ class Mixtral(ta.BaseTransformer):
             dtype="float32", num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=64, num_experts=8, top_k=2,
             windows=(None, None), rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
+        scaled = gqa.rope.model_copy(update={"theta": 1e4, "scaling": llama3})
         return {
-            "window in every layer, square experts": gqa.model_copy(update={"windows": (5, 5), "hidden_dim": 96}),
+            "window in every layer, square experts, llama3 rope": gqa.model_copy(
+                update={"windows": (5, 5), "hidden_dim": 96, "rope": scaled}
+            ),
             "tied, one kv head, 2 * width = dim, four of eight": gqa.model_copy(
                 update={"tied_embeddings": True, "num_kv_heads": 1, "dim": 128, "top_k": 4}
             ),

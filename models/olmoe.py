@@ -118,6 +118,7 @@ class Olmoe(ta.BaseTransformer):
             renormalize=False, attention_bias=False,
             rope=ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         return {
             "gqa, 2 * width = dim": gqa,
             "renormalised, tied, one kv head, square experts, biases": gqa.model_copy(
@@ -129,13 +130,13 @@ class Olmoe(ta.BaseTransformer):
                     "attention_bias": True,
                 }
             ),
-            "as many kv heads, one of three, width 40, linear rope": gqa.model_copy(
+            "as many kv heads, one of three, width 40, llama3 rope": gqa.model_copy(
                 update={
                     "num_kv_heads": 4,
                     "num_experts": 3,
                     "top_k": 1,
                     "hidden_dim": 40,
-                    "rope": gqa.rope.model_copy(update={"scaling": ta.LinearScaling(factor=4.0)}),
+                    "rope": gqa.rope.model_copy(update={"scaling": llama3}),
                 }
             ),
         }

@@ -130,11 +130,12 @@ class Qwen2Moe(ta.BaseTransformer):
 
     @classmethod
     def tiny_configs(cls) -> dict[str, Qwen2MoeConfig]:
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         gqa = Qwen2MoeConfig(
             dim=128, num_layers=2, vocab_size=131, max_seq_len=128, norm_eps=1e-6, tied_embeddings=False,
             dtype="float32", num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=80, expert_dim=64, shared_dim=96,
             num_experts=8, top_k=2, renormalize=False, sparse=(True, True), attention_bias=True,
-            windows=(None, None), rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),
+            windows=(None, None), rope=ta.RopeSpec(theta=1e4, rotary_dim=32, layout="half", scaling=llama3),
         )  # fmt: skip
         mixed = {"sparse": (False, True), "expert_dim": 128, "shared_dim": 128, "renormalize": True}
         other = {"sparse": (True, False), "expert_dim": 24, "shared_dim": 40, "attention_bias": False}

@@ -135,6 +135,7 @@ class Qwen3Moe(ta.BaseTransformer):
             top_k=2, renormalize=True, sparse=(True, True), attention_bias=False, windows=(None, None),
             rope=ta.RopeSpec(theta=1e6, rotary_dim=32, layout="half", scaling=None),
         )  # fmt: skip
+        llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         mixed = {"sparse": (False, True), "expert_dim": 96, "attention_bias": True}
         other = {"sparse": (True, False), "expert_dim": 24, "renormalize": False, "num_experts": 3, "top_k": 1}
         return {
@@ -142,7 +143,7 @@ class Qwen3Moe(ta.BaseTransformer):
             "dense then sparse, square experts, tied, one kv head, biases": gqa.model_copy(
                 update=mixed | {"tied_embeddings": True, "num_kv_heads": 1}
             ),
-            "sparse then dense, not renormalised, width 24, one of three, windows": gqa.model_copy(
-                update=other | {"windows": (5, 5)}
+            "sparse then dense, not renormalised, width 24, one of three, windows, llama3 rope": gqa.model_copy(
+                update=other | {"windows": (5, 5), "rope": gqa.rope.model_copy(update={"scaling": llama3})}
             ),
         }

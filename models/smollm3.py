@@ -66,11 +66,7 @@ class SmolLM3(ta.BaseTransformer):
         fields["attention_bias"] = r.take("attention_bias", False)
         fields["mlp_bias"] = r.take("mlp_bias", False)
         fields["windows"] = r.windows(fields["num_layers"])
-        # Named the wrong way round: 1 is a layer that has rope.
-        layers, every = r.take("no_rope_layers", None), r.take("no_rope_layer_interval", 4)
-        if layers is None and fields["num_layers"] is not None:
-            layers = [(layer + 1) % every != 0 for layer in range(fields["num_layers"])]
-        fields["rotates"] = layers
+        fields["rotates"] = r.rotating_layers(fields["num_layers"])
         fields["rope"] = r.rope(fields["head_dim"], "half", fields["max_seq_len"])
         return r.finish(lambda: SmolLM3Config(**fields))
 

@@ -21,12 +21,24 @@ ATTENTION = dict(
 SCALING = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 QK_NORM = dict(scope="per_head", eps=1e-6, offset=0.0, weight_in_fp32=False, weight=True, after_rope=False)
 FEED_FORWARD = dict(hidden_dim=16, activation="silu", gated=True, bias=False)
+GROUPS = dict(num_groups=4, top_groups=2, score="top2_sum")
+SHARED = dict(feed_forward=ta.FeedForwardSpec(**FEED_FORWARD), output_gate=True)
+SWIGLU = dict(alpha=1.702, limit=7.0)
+MOE = dict(
+    num_experts=8, top_k=2, hidden_dim=16, score="softmax", renormalize=True, scaling_factor=1.0, groups=None,
+    correction_bias=False, weighs="output", router_dtype="model", router_bias=False, activation="silu", gated=True,
+    bias=False, shared=None,
+)  # fmt: skip
 SPECS = [
     pytest.param(ta.RopeSpec, ROPE, id="rope"),
     pytest.param(ta.AttentionSpec, ATTENTION, id="attention"),
     pytest.param(ta.Llama3Scaling, SCALING, id="llama3"),
     pytest.param(ta.FeedForwardSpec, FEED_FORWARD, id="feed forward"),
     pytest.param(ta.QKNormSpec, QK_NORM, id="qk norm"),
+    pytest.param(ta.MoESpec, MOE, id="moe"),
+    pytest.param(ta.SharedExpertsSpec, SHARED, id="shared experts"),
+    pytest.param(ta.ExpertGroupsSpec, GROUPS, id="expert groups"),
+    pytest.param(ta.ClampedSwiGLU, SWIGLU, id="clamped swiglu"),
 ]
 
 
@@ -58,11 +70,49 @@ def test_specs_have_no_defaults_no_extras_and_do_not_change(spec, fields):
         (ta.AttentionSpec, ATTENTION | {"window": 0}, "greater than 0"),
         (ta.Llama3Scaling, SCALING | {"high_freq_factor": 0.5}, r"high_freq_factor \(0.5\) must be at least"),
         (ta.FeedForwardSpec, FEED_FORWARD | {"activation": "relu"}, "'silu', 'gelu' or 'gelu_tanh'"),
+        (ta.MoESpec, MOE | {"top_k": 9}, r"top_k \(9\) exceeds num_experts \(8\)"),
+        (ta.MoESpec, MOE | {"top_k": 0}, "greater than 0"),
+        (ta.MoESpec, MOE | {"scaling_factor": 0.0}, "greater than 0"),
+        (ta.MoESpec, MOE | {"score": "softmax_of_top_k"}, "renormalize has no effect with softmax_of_top_k"),
+        (
+            ta.MoESpec,
+            MOE | {"activation": ta.ClampedSwiGLU(**SWIGLU), "gated": False},
+            "ClampedSwiGLU needs gated experts",
+        ),
+        (ta.MoESpec, MOE | {"activation": "relu"}, "'silu', 'gelu' or 'gelu_tanh'"),
+        (
+            ta.MoESpec,
+            MOE | {"groups": ta.ExpertGroupsSpec(**GROUPS | {"num_groups": 3})},
+            r"num_groups \(3\) must divide num_experts \(8\)",
+        ),
+        (
+            ta.MoESpec,
+            MOE | {"groups": ta.ExpertGroupsSpec(**GROUPS | {"top_groups": 5})},
+            r"top_groups \(5\) exceeds num_groups \(4\)",
+        ),
+        (
+            ta.MoESpec,
+            MOE | {"top_k": 5, "groups": ta.ExpertGroupsSpec(**GROUPS)},
+            r"2 groups of 2 experts can't give top_k = 5",
+        ),
+        (
+            ta.MoESpec,
+            MOE | {"groups": ta.ExpertGroupsSpec(**GROUPS | {"num_groups": 8})},
+            "top2_sum needs at least two experts per group",
+        ),
+        (ta.ClampedSwiGLU, SWIGLU | {"limit": 0.0}, "greater than 0"),
+        (ta.ExpertGroupsSpec, GROUPS | {"score": "sum"}, "'max' or 'top2_sum'"),
     ],
 )
 def test_contradictions_are_refused(spec, fields, message):
     with pytest.raises(ValidationError, match=message):
         spec(**fields)
+
+
+def test_every_contradiction_of_a_mixture_is_listed():
+    groups = ta.ExpertGroupsSpec(**GROUPS | {"num_groups": 3, "top_groups": 4})
+    with pytest.raises(ValidationError, match=r"top_k .* exceeds .*; renormalize has no effect.*; .* must divide .*; "):
+        ta.MoESpec(**MOE | {"top_k": 9, "score": "softmax_of_top_k", "groups": groups})
 
 
 @every_model

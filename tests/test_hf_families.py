@@ -291,6 +291,5 @@ def test_smollm3():
     config = read(SMOLLM3)
     assert [config.attention(layer).rope is None for layer in range(36)] == [False, False, False, True] * 9
     assert read(SMOLLM3, "no_rope_layers") == config
-    assert problems(SMOLLM3, no_rope_layers=[1, 0])[0] == (
-        "config: Value error, rotates must have one value per layer, 36, has 2"
-    )
+    assert problems(SMOLLM3, no_rope_layers=[1, 0]) == ["no_rope_layers must have one value per layer, 36, has 2"]
+    assert problems(SMOLLM3, no_rope_layer_interval=0) == ["no_rope_layer_interval must be at least 1, is 0"]

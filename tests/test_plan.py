@@ -83,15 +83,29 @@ def test_vocabwise_serves_embeddings_and_heads_only():
 
 @pytest.mark.parametrize(("cls", "config"), EVERY_MODEL)
 def test_installed_models_are_covered_as_megatron_would(cls, config):
-    """Column-parallel into the heads and the hidden channels, row-parallel out of them (arXiv:1909.08053)."""
+    """Column-parallel into the heads and the hidden channels, row-parallel out of them (arXiv:1909.08053); experts
+    are split, and what chooses them is everywhere."""
     styles = cls.parallel_plan(config).resolve(meta_model(cls, config))
-    last = f"layers.{config.num_layers - 1}"
-    for name in ("attention.qkv_linear.wq", "attention.qkv_linear.wv", "feed_forward.w1"):
-        assert styles[f"{last}.{name}"] is ta.colwise
-    assert styles.get(f"{last}.feed_forward.w3", ta.colwise) is ta.colwise  # absent if not gated
-    for name in ("attention.wo", "feed_forward.w2"):
-        assert styles[f"{last}.{name}"] is ta.rowwise
+    replicated = {name for name, style in styles.items() if style is ta.replicate}
+    small = {"norm"}
+    for layer in range(config.num_layers):
+        here, attention, feed_forward = f"layers.{layer}", config.attention(layer), config.feed_forward(layer)
+        small |= {name for name in styles if name.startswith(f"{here}.") and name.endswith("_norm")}
+        dense = f"{here}.feed_forward"
+        if layer in config.moe_specs():
+            assert styles[f"{here}.moe.experts"] is ta.expertwise
+            small.add(f"{here}.moe.router.gate")
+            dense = f"{here}.moe.shared_experts"
+            small |= {f"{here}.moe.shared_gate"} & set(styles)
+        if layer in config.dense_specs() or feed_forward.shared is not None:
+            assert styles[f"{dense}.w1"] is styles.get(f"{dense}.w3", ta.colwise) is ta.colwise  # w3 if gated
+            assert styles[f"{dense}.w2"] is ta.rowwise
+        for name in ("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv"):
+            assert styles[f"{here}.attention.{name}"] is ta.colwise
+        assert styles[f"{here}.attention.wo"] is ta.rowwise
+        weights = attention.qk_norm is not None and attention.qk_norm.weight
+        assert (f"{here}.attention.q_norm" in styles) == weights
+        assert (styles.get(f"{here}.attention.inner_attention") is ta.headwise) == attention.sinks
+        assert f"{here}.ffn_norm" in small
     assert styles["tok_embeddings"] is styles["lm_head"] is ta.vocabwise
-    norms = {name for name, style in styles.items() if style is ta.replicate}
-    assert "norm" in norms and f"{last}.ffn_norm" in norms and all(name.endswith("norm") for name in norms)
-    assert (f"{last}.attention.q_norm" in norms) == (config.attention(0).qk_norm is not None)
+    assert replicated == small

@@ -41,12 +41,22 @@ def main(folder: Path) -> None:
 
     del sys.modules["triton"], sys.modules["triton.language"]  # nobody else may take it for the real one
     torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    from torchtitan.models.gpt_oss import gptoss_configs
     from torchtitan.models.llama3 import llama3_configs
     from torchtitan.models.qwen3 import qwen3_configs
 
-    for family, configs in (("llama3", llama3_configs), ("qwen3", qwen3_configs)):
+    # Its experts round what they get to bf16, whatever the model's dtype. The formula is compared, so here they don't.
+    torch.Tensor.bfloat16 = lambda tensor: tensor
+    for family, config in (
+        ("llama3", llama3_configs["debugmodel"]("flex")),
+        ("qwen3", qwen3_configs["debugmodel"]("flex")),
+        ("qwen3_moe", qwen3_configs["debugmodel_moe"]("flex")),
+        ("gpt_oss", gptoss_configs["debugmodel"]("standard", "flex")),
+    ):
+        if family in ("qwen3_moe", "gpt_oss"):
+            config.layers = config.layers[:2]  # of 8 and 4: 64 experts a layer are 150 MB
         torch.manual_seed(0)
-        model = configs["debugmodel"]("flex").build()
+        model = config.build()
         model.init_states()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -59,11 +69,14 @@ def main(folder: Path) -> None:
             positions = torch.arange(64).repeat(2, 1)
             positions[1, 40:] -= 40
             masks = model.get_attention_masks(positions)
-            logits = model(tokens, positions, masks)
-        state = {f"state.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
-        save_file(
-            {"tokens": tokens, "positions": positions, "logits": logits, **state}, folder / f"{family}.safetensors"
-        )
+            results = {"tokens": tokens, "positions": positions, "logits": model(tokens, positions, masks)}
+            results |= {f"state.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
+            if family == "qwen3_moe":  # once more with biases as load balancing makes them, of a score's size
+                for name, bias in model.named_buffers():
+                    if name.endswith("expert_bias_E"):
+                        results[f"biased.{name}"] = bias.normal_(std=0.02)
+                results["biased_logits"] = model(tokens, positions, masks)
+        save_file(results, folder / f"{family}.safetensors")
 
 
 if __name__ == "__main__":

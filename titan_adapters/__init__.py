@@ -21,7 +21,7 @@ from titan_adapters.hf_config import emit_hf_config, read_hf_config, write_hf_co
 from titan_adapters.hf_diff import diff_hf_config
 from titan_adapters.hf_reader import HFReader
 from titan_adapters.hf_rope import hf_rope, hf_rope_by_type
-from titan_adapters.hf_writer import hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
+from titan_adapters.hf_writer import hf_chunks, hf_decoder_config, hf_layer_types, hf_one_window, hf_windows
 from titan_adapters.moe_spec import (
     ClampedSwiGLU,
     ExpertGroupsSpec,
@@ -79,6 +79,7 @@ from titan_adapters.state_dict import (
     linear_rows,
     moe_rows,
     norm_rows,
+    torchtitan_adapter,
 )
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ __all__ = [
     "gate_up_rows",
     "get_model",
     "headwise",
+    "hf_chunks",
     "hf_decoder_config",
     "hf_layer_types",
     "hf_one_window",
@@ -163,6 +165,7 @@ __all__ = [
     "rowwise",
     "save_checkpoint",
     "testing",
+    "torchtitan_adapter",
     "vllm",
     "vocabwise",
     "write_hf_config",

@@ -197,17 +197,35 @@ class HFReader:
             if used:
                 self.problems.append("use_sliding_window is true, but layer_types does not say which layers have it")
             return (None,) * num_layers
-        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-        if unknown or len(types) != num_layers:
-            self.problems.append(f"layer_types must be {num_layers} of full_attention, sliding_attention; got {types}")
-            return None
         if "sliding_attention" in types and used is False:
             self.problems.append("layer_types has sliding_attention, but use_sliding_window is false")
             return None
-        if "sliding_attention" in types and window is None:
-            self.problems.append("layer_types has sliding_attention, but sliding_window is missing")
+        return self._by_type(types, "sliding_attention", "sliding_window", window, num_layers)
+
+    def chunks(self, num_layers: int | None, chunked: Sequence[bool] | None) -> tuple[int | None, ...] | None:
+        """Positions per chunk, per layer, from `layer_types` and `attention_chunk_size`.
+
+        Args:
+            chunked: Which layers have chunks if there are no `layer_types`.
+        """
+        size, types = self._left.pop("attention_chunk_size", None), self._left.pop("layer_types", None)
+        if num_layers is None or chunked is None:
             return None
-        return tuple(window if t == "sliding_attention" else None for t in types)
+        if types is None:
+            types = ["chunked_attention" if has else "full_attention" for has in chunked]
+        return self._by_type(types, "chunked_attention", "attention_chunk_size", size, num_layers)
+
+    def _by_type(
+        self, types: Sequence[str], kind: str, key: str, size: int | None, num_layers: int
+    ) -> tuple[int | None, ...] | None:
+        """`size` of the layers of type `kind`, and None of those with full_attention; there are no others."""
+        if set(types) - {"full_attention", kind} or len(types) != num_layers:
+            self.problems.append(f"layer_types must be {num_layers} of full_attention, {kind}; got {types}")
+            return None
+        if kind in types and size is None:
+            self.problems.append(f"layer_types has {kind}, but {key} is missing")
+            return None
+        return tuple(size if t == kind else None for t in types)
 
     def one_window(self, num_layers: int | None) -> tuple[int | None, ...] | None:
         """Visible tokens per layer where the format has one `sliding_window` for all of them, or null."""
@@ -224,17 +242,43 @@ class HFReader:
         windows = self.one_window(num_layers)
         return windows if used or num_layers is None else (None,) * num_layers
 
+    def rotating_layers(self, num_layers: int | None) -> tuple[bool, ...] | None:
+        """Whether each layer has rope, from `no_rope_layers`, which is named the wrong way round: 1 is a layer that has
+        it. Absent or empty: all but every so-many-th, as `no_rope_layer_interval` says."""
+        layers, without = self.take("no_rope_layers", None), self.every_nth("no_rope_layer_interval", 4, num_layers)
+        if not layers:
+            return without and tuple(not nth for nth in without)
+        if num_layers is not None and len(layers) != num_layers:
+            self.problems.append(f"no_rope_layers must have one value per layer, {num_layers}, has {len(layers)}")
+            return None
+        return tuple(bool(rotates) for rotates in layers)
+
     def sparse_layers(self, num_layers: int | None) -> tuple[bool, ...] | None:
         """Whether each layer is a mixture of experts, from `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
-        dense, step = self.take("mlp_only_layers", ()), self.take("decoder_sparse_step", 1)
+        sparse, dense = (
+            self.every_nth("decoder_sparse_step", 1, num_layers),
+            self.named_layers("mlp_only_layers", num_layers),
+        )
+        return sparse and tuple(nth and not (dense and dense[layer]) for layer, nth in enumerate(sparse))
+
+    def every_nth(self, key: str, default: int, num_layers: int | None) -> tuple[bool, ...] | None:
+        """Whether each layer is an n-th one, counted from 1, where `key` says n."""
+        step = self.take(key, default)
         if num_layers is None:
             return None
         if step < 1:
-            self.problems.append(f"decoder_sparse_step must be at least 1, is {step}")
+            self.problems.append(f"{key} must be at least 1, is {step}")
             return None
-        if unknown := sorted(set(dense) - set(range(num_layers))):
-            self.problems.append(f"mlp_only_layers names layers {unknown}, there are {num_layers}")
-        return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+        return tuple((layer + 1) % step == 0 for layer in range(num_layers))
+
+    def named_layers(self, key: str, num_layers: int | None) -> tuple[bool, ...] | None:
+        """Whether each layer is in the list that `key` holds; None if there is none."""
+        named = self.take(key, None)
+        if num_layers is None or named is None:
+            return None
+        if unknown := sorted(set(named) - set(range(num_layers))):
+            self.problems.append(f"{key} names layers {unknown}, there are {num_layers}")
+        return tuple(layer in named for layer in range(num_layers))
 
     def build(self, make: Callable[[], Any]) -> Any:
         """Run a spec or config constructor, turning its validation errors into problems."""

@@ -10,8 +10,9 @@ from titan_adapters.hf_rope import hf_rope
 
 def hf_windows(windows: Sequence[int | None]) -> dict[str, Any]:
     """`layer_types`, the window if any layer has one, and the switch."""
-    used = _one_used(windows)
-    return {"use_sliding_window": used is not None, "sliding_window": used, "layer_types": _types(windows)}
+    used = _one_used(windows, "windows")
+    types = _types(windows, "sliding_attention")
+    return {"use_sliding_window": used is not None, "sliding_window": used, "layer_types": types}
 
 
 def hf_layer_types(windows: Sequence[int | None], max_seq_len: int) -> dict[str, Any]:
@@ -20,20 +21,27 @@ def hf_layer_types(windows: Sequence[int | None], max_seq_len: int) -> dict[str,
     Stock code of these families builds the window's mask even if no layer uses it, and fails without a number. Then
     it is max_seq_len: a window of that size hides nothing from any layer.
     """
-    return {"sliding_window": _one_used(windows) or max_seq_len, "layer_types": _types(windows)}
+    types = _types(windows, "sliding_attention")
+    return {"sliding_window": _one_used(windows, "windows") or max_seq_len, "layer_types": types}
 
 
-def _one_used(windows: Sequence[int | None]) -> int | None:
-    used = {window for window in windows if window is not None}
+def hf_chunks(chunks: Sequence[int | None], max_seq_len: int) -> dict[str, Any]:
+    """`layer_types` and the size of a chunk: max_seq_len if no layer has chunks, because stock code needs a number."""
+    types = _types(chunks, "chunked_attention")
+    return {"attention_chunk_size": _one_used(chunks, "chunks") or max_seq_len, "layer_types": types}
+
+
+def _one_used(sizes: Sequence[int | None], what: str) -> int | None:
+    used = {size for size in sizes if size is not None}
     if len(used) > 1:
         raise ConfigError(
-            f"Layers have different windows ({sorted(used)}); this format holds one.", fix="save with format='native'."
+            f"Layers have different {what} ({sorted(used)}); this format holds one.", fix="save with format='native'."
         )
     return next(iter(used), None)
 
 
-def _types(windows: Sequence[int | None]) -> list[str]:
-    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+def _types(sizes: Sequence[int | None], kind: str) -> list[str]:
+    return ["full_attention" if size is None else kind for size in sizes]
 
 
 def hf_one_window(windows: Sequence[int | None]) -> dict[str, Any]:

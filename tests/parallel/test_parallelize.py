@@ -31,16 +31,16 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     model = meta_model(Parts, Parts.config([attention()] * 2, [TINY.feed_forward(0), mixture()]))
     text = _refusal(model, {"ep": 1, "tp": 4})
     assert text.startswith("This model can't be split over tp 4, ep 1.\n")
-    assert "6 query heads can't be split over tp 4" in text
+    assert "num_heads 6 of layers [0, 1] is not divisible by tensor_parallel_size 4; legal sizes: 1, 2" in text
     assert text.endswith("Fix: legal sizes: tp 1, 2; ep 1, 2, 3, 6.")
-    assert "6 experts can't be split over ep 4" in _refusal(model, {"ep": 4})
+    assert "num_experts 6 of layers [1] is not divisible by 4 expert-parallel ranks; legal sizes: 1, 2, 3, 6" in _refusal(model, {"ep": 4})
 
 
 def test_kv_heads_that_neither_divide_nor_are_divided() -> None:
     config = Parts.config([attention(num_heads=12, num_kv_heads=3)], [TINY.feed_forward(0)])
     text = _refusal(meta_model(Parts, config), {"tp": 4})
-    assert "3 kv heads can neither be split nor repeated over tp 4" in text
-    assert "there are no experts to split over ep 4" in _refusal(meta_model(Parts, config), {"ep": 4})
+    assert "num_kv_heads 3 of layers [0] neither divides nor is divisible by tensor_parallel_size 4" in text
+    assert "no layer is a mixture of experts" in _refusal(meta_model(Parts, config), {"ep": 4})
 
 
 def test_widths_and_vocabularies() -> None:
@@ -48,9 +48,9 @@ def test_widths_and_vocabularies() -> None:
     dense = TINY.feed_forward(0).model_copy(update={"hidden_dim": 7})
     config = Parts.config([attention(num_heads=4)] * 2, [dense, expert], vocab_size=6)
     text = _refusal(meta_model(Parts, config), {"tp": 4})
-    assert "7 hidden features can't be split over tp 4" in text
-    assert "6 features of an expert can't be split over tp 4" in text
-    assert "a vocabulary of 6 leaves a rank of tp 4 without rows" in text
+    assert "hidden_dim 7 of layers [0] is not divisible by" in text
+    assert "hidden_dim of experts 6 of layers [1] is not divisible by" in text
+    assert "vocab_size 6 leaves a rank of tp 4 without rows" in text
     assert "shared" not in text  # 80 over 4
 
 

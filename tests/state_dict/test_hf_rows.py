@@ -79,3 +79,34 @@ def test_a_tied_head_is_compared_with_its_padding():
     adapter = ta.StateDictAdapter(*ta.decoder_rows(config, padded_vocab_size=3), layer=range(config.num_layers))
     both = {name: numbers(3, 2) for name in ("lm_head.weight", "model.embed_tokens.weight")}
     assert adapter.to_native(both, partial=True)["tok_embeddings.weight"].tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        (None, {"weight": False}, True),
+        ({"weight": False}, {"weight": False, "scope": "full"}, True),
+        ({"eps": 1e-6}, {"eps": 1e-5, "after_rope": True}, True),
+        (None, {}, False),
+        ({}, {"weight": False}, False),
+        ({}, {"scope": "full"}, False),
+    ],
+)
+def test_layers_may_differ_in_a_qk_norm_that_makes_no_other_parameters(first, second, alike):
+    plain = dict(scope="per_head", eps=1e-6, offset=0.0, weight_in_fp32=False, weight=True, after_rope=False)
+
+    class Mixed(type(CONFIG)):
+        def attention(self, layer):
+            changes = second if layer else first
+            norm = None if changes is None else ta.QKNormSpec(**plain | changes)
+            return super().attention(layer).model_copy(update={"qk_norm": norm})
+
+    config = Mixed.from_json(CONFIG.to_json())
+    if alike:
+        adapter = ta.StateDictAdapter(*ta.decoder_rows(config), layer=range(config.num_layers))
+        native = native_tensors(random_model(Llama, config))
+        adapter.check(adapter.to_hf(native), native)
+        return
+    with pytest.raises(ta.TitanError, match="Layers 0 and 1 differ in qk_norm") as caught:
+        ta.decoder_rows(config)
+    titan_error_text(caught)

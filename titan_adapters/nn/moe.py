@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from titan_adapters.errors import ConfigError
 from titan_adapters.moe_spec import ClampedSwiGLU, MoESpec
 from titan_adapters.nn.feed_forward import ACTIVATIONS, FeedForward
 from titan_adapters.nn.routing import choose_experts
@@ -68,7 +69,7 @@ class InnerExperts(nn.Module):
     """The experts' weights and what they compute. Engines replace this module.
 
     `kernel` says how: "loop", one expert after the other, is the definition; "grouped" is one grouped matmul per
-    projection, for training speed, with gradients.
+    projection, for training speed, with gradients. It needs rows of D and of F entries to be multiples of 16 bytes.
     """
 
     def __init__(self, dim: int, spec: MoESpec):
@@ -96,7 +97,11 @@ class InnerExperts(nn.Module):
                     nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Sum of the chosen experts' results, times their weights: [T, D] -> [T, D], summed in fp32."""
+        """Sum of the chosen experts' results, times their weights: [T, D] -> [T, D], summed in fp32.
+
+        Raises:
+            ConfigError: widths that the grouped kernel can't take.
+        """
         experts = self._loop if self.kernel == "loop" else self._grouped
         return experts(x, routing).to(x.dtype)
 
@@ -119,6 +124,12 @@ class InnerExperts(nn.Module):
 
     def _grouped(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """Tokens sorted by expert (R = T * K rows), one grouped matmul per projection. No sync with the host."""
+        if any(width * x_TD.element_size() % 16 for width in self.w1.shape[1:]):
+            raise ConfigError(
+                f"The grouped kernel can't take experts of {x_TD.dtype}, width {self.w1.shape[1]} and dim "
+                f"{self.w1.shape[2]}: rows must be multiples of 16 bytes.",
+                fix="set kernel = 'loop'.",
+            )
         num_chosen, num_experts = self.spec.top_k, self.spec.num_experts
         chosen = routing.experts.flatten()
         if self.partial:  # others' experts come last, past the end of the last group

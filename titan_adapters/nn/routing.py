@@ -26,6 +26,9 @@ def choose_experts(
     Args:
         correction_bias: fp32 [E]; added to the scores for the choice only.
         replayed: int64 [T, K]: take these experts instead of choosing. Their weights are computed as ever.
+
+    Raises:
+        ConfigError: `replayed` is of another number of tokens.
     """
     match spec.score:
         case "softmax":
@@ -39,8 +42,13 @@ def choose_experts(
         if spec.groups is not None:
             ranking = _within_best_groups(ranking, spec.groups)
         experts = ranking.topk(spec.top_k, dim=-1).indices
-    else:
+    elif len(replayed) == len(logits):
         experts = replayed
+    else:  # gather would leave the last tokens without experts
+        raise ConfigError(
+            f"The replayed routing is of {len(replayed)} tokens, the forward pass has {len(logits)}.",
+            fix="replay it with the tokens it was recorded with, all of them in one pass.",
+        )
     weights = scores.gather(-1, experts)
     if spec.score == "softmax_of_top_k":
         weights = weights.softmax(-1)
@@ -80,8 +88,13 @@ class RoutingRecord:
 
         `E * sum over e of (share of tokens that chose e) * (mean softmax probability of e)`, as transformers computes
         it. 0-dim, with gradients to the routers; the caller multiplies by a coefficient.
+
+        Raises:
+            ConfigError: nothing was recorded.
         """
         calls = [call for calls in self.layers.values() for call in calls]
+        if not calls:
+            raise ConfigError("No routing was recorded.", fix="run a model with mixtures of experts inside the block.")
         logits = torch.cat([call.logits for call in calls])
         num_experts = logits.shape[-1]
         chosen = torch.cat([nn.functional.one_hot(call.experts, num_experts).sum(1) for call in calls])
@@ -119,7 +132,7 @@ def replay_routing(model: nn.Module, experts: Mapping[int, Tensor]) -> Iterator[
         experts: Of each mixture layer, int64 [T, K], with the tokens of the forward pass in their order.
 
     Raises:
-        ConfigError: layers are missing or too many, or shapes or indices don't fit them.
+        ConfigError: layers are missing or too many, shapes or indices don't fit them, or a token has an expert twice.
     """
     found = routers(model)
     problems = [f"layer {layer} has no router" for layer in experts if layer not in found]
@@ -131,6 +144,8 @@ def replay_routing(model: nn.Module, experts: Mapping[int, Tensor]) -> Iterator[
             problems.append(f"layer {layer}: shape {tuple(experts[layer].shape)} is not [tokens, {spec.top_k}]")
         elif experts[layer].numel() and not 0 <= experts[layer].min() <= experts[layer].max() < spec.num_experts:
             problems.append(f"layer {layer}: an index is outside of 0 to {spec.num_experts - 1}")
+        elif not experts[layer].sort(-1).values.diff(dim=-1).all():
+            problems.append(f"layer {layer}: a token has the same expert twice")
     if problems:
         raise ConfigError("This routing can't be replayed.", problems, fix="give each mixture layer its experts.")
     for layer, router in found.items():

@@ -17,6 +17,7 @@ from titan_adapters.state_dict.hf_rows import (
 from titan_adapters.state_dict.moe_rows import layer_ranges, moe_rows
 from titan_adapters.state_dict.ops import Cast, Deinterleave, Offset, Op, Permute, Scale, Transpose, VocabPadding
 from titan_adapters.state_dict.rows import Binding, Concat, Drop, Rename, Row, Split, Stack, Tie
+from titan_adapters.state_dict.torchtitan import torchtitan_adapter
 
 __all__ = [
     "POST_NORMS",
@@ -54,4 +55,5 @@ __all__ = [
     "native_adapter",
     "native_tensors",
     "norm_rows",
+    "torchtitan_adapter",
 ]

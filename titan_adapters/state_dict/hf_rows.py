@@ -71,7 +71,17 @@ SHAPING = ("num_heads", "num_kv_heads", "head_dim", "v_head_dim", "biases", "sin
 
 def one_shape(config: TransformerConfig) -> AttentionSpec:
     """The first layer's spec, once all layers are known to have parameters of its shapes."""
-    return alike(dict(enumerate(config.attention_specs())), SHAPING)
+    alike({layer: _shaped(spec) for layer, spec in enumerate(config.attention_specs())}, SHAPING)
+    return config.attention(0)
+
+
+def _shaped(spec: AttentionSpec) -> AttentionSpec:
+    """`spec` without what its QK norm computes: only a weight, and what it ranges over, makes parameters."""
+    norm = spec.qk_norm
+    if norm is not None:
+        computed = {"eps": 1.0, "offset": 0.0, "weight_in_fp32": False, "after_rope": False}
+        norm = norm.model_copy(update=computed) if norm.weight else None
+    return spec.model_copy(update={"qk_norm": norm})
 
 
 S = TypeVar("S", bound=Spec)
