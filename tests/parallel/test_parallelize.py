@@ -33,7 +33,10 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
     assert text.startswith("This model can't be split over tp 4, ep 1.\n")
     assert "num_heads 6 of layers [0, 1] is not divisible by tensor_parallel_size 4; legal sizes: 1, 2" in text
     assert text.endswith("Fix: legal sizes: tp 1, 2; ep 1, 2, 3, 6.")
-    assert "num_experts 6 of layers [1] is not divisible by 4 expert-parallel ranks; legal sizes: 1, 2, 3, 6" in _refusal(model, {"ep": 4})
+    assert (
+        "num_experts 6 of layers [1] is not divisible by 4 expert-parallel ranks; legal sizes: 1, 2, 3, 6"
+        in _refusal(model, {"ep": 4})
+    )
 
 
 def test_kv_heads_that_neither_divide_nor_are_divided() -> None:

@@ -31,7 +31,7 @@ def name_shared_memory_apart() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     original, job = _CPUSHMDistributed.make_group_name, os.environ["MASTER_PORT"]
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: job + original(communicator).strip('/'))
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: job + original(communicator).strip("/"))
 
 
 def run(case: Case, folder: Path) -> dict:

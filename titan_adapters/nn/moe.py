@@ -144,7 +144,7 @@ class InnerExperts(nn.Module):
             rows = (rows * weight_R1).to(x_TD.dtype)
 
         def own(rows: Tensor) -> Tensor:
-            """Zeros in the rows of no group, where a grouped matmul leaves what was in memory, also in its gradients."""
+            """Zeros in rows of no group, where a grouped matmul leaves what was in memory, also in its gradients."""
             return rows.masked_fill((expert_R == num_experts)[:, None], 0.0) if self.partial else rows
 
         def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
