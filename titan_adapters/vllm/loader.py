@@ -1,6 +1,6 @@
-"""Writing weights into a swapped model, with exact accounting, and the `titan_skip` load format."""
+"""Writing weights into a swapped model, with exact accounting, and the `titan_skip` and `titan_dcp` load formats."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from titan_adapters.checkpoint import open_weights
 from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
@@ -136,6 +137,12 @@ def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> No
         loader(parameter, tensor, shard)
 
 
+def _writer_of(model: nn.Module) -> WeightWriter:
+    writer = model.writer
+    assert isinstance(writer, WeightWriter), f"{type(model).__name__} is not served by this library"
+    return writer
+
+
 class SkipLoader(BaseModelLoader):
     """`load_format="titan_skip"`: start without weights, for a live update to bring them.
 
@@ -150,6 +157,18 @@ class SkipLoader(BaseModelLoader):
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.fill_(float("nan"))
-        writer = model.writer
-        assert isinstance(writer, WeightWriter), f"{type(model).__name__} is not served by this library"
-        writer.updates_only = True
+        _writer_of(model).updates_only = True
+
+
+class DcpLoader(BaseModelLoader):
+    """`load_format="titan_dcp"`: weights from a folder of torch.distributed.checkpoint, one tensor at a time."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        pass
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        _writer_of(model).write(self.get_all_weights(model_config, model))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the folder; vLLM's `reload_weights` calls this too."""
+        return open_weights(model_config.model).tensors()

@@ -21,6 +21,7 @@ from titan_adapters.state_dict import StateDictAdapter, native_tensors
 from titan_adapters.vllm.honours import unpageable
 from titan_adapters.vllm.loader import WeightWriter
 from titan_adapters.vllm.parallel import Parallel, check_parallel
+from titan_adapters.vllm.plugin import DCP_FORMAT
 from titan_adapters.vllm.stage import this_stage
 from titan_adapters.vllm.swap import swap_modules
 
@@ -155,7 +156,7 @@ def check_folder(
     vllm_config: VllmConfig, config: TransformerConfig, adapter: StateDictAdapter, expected: dict[str, Tensor]
 ) -> None:
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
-    if vllm_config.load_config.load_format in ("auto", "hf", "safetensors"):
+    if vllm_config.load_config.load_format in ("auto", "hf", "safetensors", DCP_FORMAT):
         weights = open_weights(vllm_config.model_config.model)
         check_digest(weights, config)
         check_weights(weights, adapter, expected)
