@@ -4,6 +4,7 @@ Parameters are DTensors to optimizers and checkpoints, and plain local tensors i
 what crosses ranks is in hooks around the modules that the plan names (`styles`).
 """
 
+from titan_adapters.parallel.dry_run import DryRun, PlannedTensor, dry_run
 from titan_adapters.parallel.parallelize import parallelize
 
-__all__ = ["parallelize"]
+__all__ = ["DryRun", "PlannedTensor", "dry_run", "parallelize"]
