@@ -47,7 +47,12 @@ expertwise = Style(
     "experts are sharded: each one's width under tensor parallelism, whole experts under expert parallelism",
     (InnerExperts,),
 )
-replicate = Style("replicate", "every rank holds the whole module", ())
+replicate = Style("replicate", "every rank holds the whole module, and applies it to whole activations", ())
+partwise = Style(
+    "partwise",
+    "every rank holds the whole module, and applies it to its own heads or features; gradients are summed over ranks",
+    (),
+)
 
 
 class ParallelPlan:

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 import titan_adapters as ta
 
 Llama = ta.get_model("llama")
@@ -55,6 +59,41 @@ class Parts(Llama):
     def config(cls, attentions: list[ta.AttentionSpec], feed_forwards: list[Any], **changes: Any) -> "Parts.Config":
         fields = TINY.model_dump() | {"num_layers": len(attentions)} | changes
         return cls.Config(**fields, attentions=tuple(attentions), feed_forwards=tuple(feed_forwards))
+
+
+class Gain(nn.Module):
+    """Multiplies hidden features by one learnt number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class GainedFeedForward(ta.nn.FeedForward):
+    """With a module of its own among the split features, and its input among the whole ones."""
+
+    def __init__(self, dim: int, spec: ta.FeedForwardSpec):
+        super().__init__(dim, spec)
+        self.gain = Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.gain(F.silu(self.w1(x)) * self.w3(x))) + x
+
+
+class Gained(Llama):
+    model_type = "gained"
+
+    class Block(ta.nn.PreNormBlock):
+        def __init__(self, config: ta.TransformerConfig, layer: int):
+            super().__init__(config, layer)
+            self.feed_forward = GainedFeedForward(config.dim, config.feed_forward(layer))
+
+    @classmethod
+    def parallel_plan(cls, config: ta.TransformerConfig, style: ta.Style = ta.partwise) -> ta.ParallelPlan:
+        return ta.decoder_plan(config, {"layers.*.feed_forward.gain": style})
 
 
 def attention(**changes: Any) -> ta.AttentionSpec:

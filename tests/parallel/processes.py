@@ -1,5 +1,6 @@
 """Running a function in several processes that share a gloo group."""
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch.multiprocessing as mp
 
 def run_processes(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(*args)` in `world_size` new processes; what each rank returned."""
+    # One server imports torch, and each process is a fork of it.
+    multiprocessing.set_forkserver_preload(["tests.parallel.training", "tests.parallel.checkpoints"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
-            _worker, (world_size, folder, function, args), nprocs=world_size, start_method="spawn", join=True
+            _worker, (world_size, folder, function, args), nprocs=world_size, start_method="forkserver", join=True
         )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 

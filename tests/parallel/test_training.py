@@ -6,49 +6,46 @@ Tolerance: relative 1e-5 in fp32 (other orders of summation).
 import pytest
 
 import titan_adapters as ta
-from tests.parallel.models import Parts
+from tests.parallel.models import Gained, Parts
 from tests.parallel.processes import run_processes
-from tests.parallel.training import TOKENS, Case, errors_of_training
+from tests.parallel.training import TOKENS, Case, errors_of_training, replicas_of_gained
+from titan_adapters.parallel_sizes import size_problems
 
 TOLERANCE = 1e-5
 
 
-def _config(model: type[ta.BaseTransformer], start: str) -> ta.TransformerConfig:
-    (found,) = (config for name, config in model.tiny_configs().items() if name.startswith(start))
-    return found
-
-
-FAMILIES = [
-    ta.get_model(name) for name in ("llama", "qwen3", "gemma3_text", "olmo2", "qwen3_moe", "gpt_oss", "qwen2_moe")
-]
-FOUR = (
-    "llama, biases, one kv head, square",
-    "olmo2, tied, one kv head, biases",
-    "parts, sinks, gates, narrow values, one kv head",
-)
+def _every(*names: str) -> dict[str, tuple[type[ta.BaseTransformer], ta.TransformerConfig]]:
+    """Every tiny config of installed families (those in `names`, if any) and of the tests' own models."""
+    installed = [ta.get_model(info.name) for info in ta.list_models() if info.source.startswith("installed")]
+    models = [*(m for m in installed if not names or m.model_type in names), Parts, Gained]
+    return {f"{m.model_type}, {name}": (m, config) for m in models for name, config in m.tiny_configs().items()}
 
 
 def _cases(world_size: int) -> dict[str, Case]:
     """By name, so that the tests' processes and their parent mean the same."""
-    every = {f"{m.model_type}, {name}": (m, c) for m in [*FAMILIES, Parts] for name, c in m.tiny_configs().items()}
-    mixtures = {name: (model, config) for name, (model, config) in every.items() if config.moe_specs()}
-    even = {
-        name: (m, c) for name, (m, c) in mixtures.items() if all(s.num_experts % 2 == 0 for s in c.moe_specs().values())
-    }
-    llama, tied = FAMILIES[0], _config(FAMILIES[0], "tied")
+    llama = ta.get_model("llama")
+    tied = llama.tiny_configs()["tied, llama3 rope"]
+    cases = {}
     if world_size == 2:
-        cases = {f"{name}, tp": Case(*what, {"tp": 2}) for name, what in every.items()}
-        cases |= {f"{name}, fsdp": Case(*what, {"fsdp": 2}) for name, what in every.items()}
-        cases |= {f"{name}, ep": Case(*what, {"ep": 2}) for name, what in even.items()}
-        cases |= {f"{name}, grouped, ep": Case(*what, {"ep": 2}, kernel="grouped") for name, what in even.items()}
-        cases |= {f"{name}, grouped, tp": Case(*what, {"tp": 2}, kernel="grouped") for name, what in mixtures.items()}
+        for name, (model, config) in _every().items():
+            if config == next(iter(model.tiny_configs().values())) or config.moe_specs():
+                cases[f"{name}, fsdp"] = Case(model, config, {"fsdp": 2})
+            for axis in ("tp", "ep"):
+                if not size_problems(config, **{axis: 2}):
+                    cases[f"{name}, {axis}"] = Case(model, config, {axis: 2})
+        for name, (model, config) in _every("gpt_oss").items():
+            for axis in ("tp", "ep"):
+                if config.moe_specs() and not size_problems(config, **{axis: 2}):
+                    cases[f"{name}, {axis}, grouped"] = Case(model, config, {axis: 2}, kernel="grouped")
         cases |= {f"{axes}": Case(llama, tied, axes) for axes in ({"fsdp": 1, "tp": 2}, {"dp_shard": 2, "tp": 1})}
         return cases | {"adamw": Case(llama, tied, {"tp": 2}, optimizer="adamw")}
-    cases = {f"{name}, fsdp and tp": Case(*every[name], {"fsdp": 2, "tp": 2}) for name in FOUR}
-    cases |= {f"{name}, ep and tp": Case(*what, {"ep": 2, "tp": 2}) for name, what in even.items()}
-    cases |= {f"{name}, fsdp and ep": Case(*what, {"fsdp": 2, "ep": 2}) for name, what in even.items()}
-    olmo2 = FAMILIES[3]
-    return cases | {"two kv heads over four ranks": Case(olmo2, _config(olmo2, "gqa"), {"tp": 4})}
+    for name, (model, config) in _every("llama", "olmo2", "qwen3_moe").items():
+        layouts = [{"ep": 2, "tp": 2}, {"fsdp": 2, "ep": 2}] if config.moe_specs() else [{"fsdp": 2, "tp": 2}]
+        for axes in layouts:
+            if not size_problems(config, ep=axes.get("ep", 1)):
+                cases[f"{name}, {' and '.join(axes)}"] = Case(model, config, axes)
+    olmo2 = ta.get_model("olmo2")
+    return cases | {"two kv heads over four": Case(olmo2, next(iter(olmo2.tiny_configs().values())), {"tp": 4})}
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +72,12 @@ def _check(errors_of_ranks: list[dict[str, dict[str, float]]], case: str) -> Non
     for errors in errors_of_ranks:
         assert sum(name.endswith(" loss") for name in errors[case]) == len(TOKENS)
         assert not {name: error for name, error in errors[case].items() if not error <= TOLERANCE}
+
+
+def test_drifting_replicas_are_found() -> None:
+    for wrong, right in run_processes(2, replicas_of_gained):
+        names = [f"layers.{layer}.feed_forward.gain.weight differs over tp by" for layer in range(3)]
+        assert all(name in wrong for name in names) and wrong.count(" - ") == 3
+        assert wrong.splitlines()[0] == "Ranks that hold the same parameter have different gradients."
+        assert "ta.partwise, not ta.replicate" in wrong.splitlines()[-1]
+        assert right == ""

@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 import titan_adapters as ta
 from tests.conftest import random_model
+from tests.parallel.models import Gained
+from titan_adapters.errors import PlanError
+from titan_adapters.parallel import check_replicas
 
 TOKENS = ((2, 1), (2, 2), (2, 3), (2, 13))
 """Rows and tokens of each step; without an "fsdp" axis the ranks share the rows."""
@@ -68,6 +71,25 @@ def _errors(case: Case) -> dict[str, float]:
     tied = split.lm_head.weight is split.tok_embeddings.weight
     assert tied == case.config.tied_embeddings
     return errors
+
+
+def replicas_of_gained() -> list[str]:
+    """What `check_replicas` says of a module among split features that is planned replicate, and partwise."""
+    config = next(iter(Gained.tiny_configs().values()))
+    texts = []
+    for style in (ta.replicate, ta.partwise):
+        model = random_model(Gained, config)
+        ta.parallelize(
+            model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), Gained.parallel_plan(config, style)
+        )
+        tokens, labels = torch.randint(config.vocab_size, (2, 2, 13), generator=torch.Generator().manual_seed(7))
+        _loss(model, tokens, labels).backward()
+        try:
+            check_replicas(model)
+            texts.append("")
+        except PlanError as error:
+            texts.append(str(error))
+    return texts
 
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

@@ -15,7 +15,17 @@ from titan_adapters.errors import PlanError
 from titan_adapters.nn.attention import Attention, InnerAttention
 from titan_adapters.nn.feed_forward import FeedForward
 from titan_adapters.nn.norm import RMSNorm
-from titan_adapters.plan import ParallelPlan, Style, colwise, expertwise, headwise, replicate, rowwise, vocabwise
+from titan_adapters.plan import (
+    ParallelPlan,
+    Style,
+    colwise,
+    expertwise,
+    headwise,
+    partwise,
+    replicate,
+    rowwise,
+    vocabwise,
+)
 
 MODEL_AXES = ("tp", "ep")
 
@@ -32,7 +42,7 @@ class ParameterLayout:
     """What a rank's forward pass uses of what it holds.
 
     own: as it is; where held whole, on whole activations, so that every rank computes the same gradient.
-    spread: all of it, on this rank's heads: gradients are summed over "tp".
+    spread: all of it, on this rank's heads or features: gradients are summed over "tp".
     first: only the first rank of "tp" adds it (the bias of a projection whose output is summed).
     kv_heads: there are fewer kv heads than ranks; the rows of the one that this rank's query heads attend to."""
     kv_heads: int = 0
@@ -88,7 +98,7 @@ def _by_style(style: Style, name: str) -> ParameterLayout:
         if name == "b2":
             return ParameterLayout({"ep": 0}, use="first")
         return ParameterLayout({"ep": 0, "tp": 2 if name == "w2" else 1})
-    return ParameterLayout()
+    return ParameterLayout(use="spread") if style is partwise else ParameterLayout()
 
 
 def _attention_exceptions(
