@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titan_adapters import nn
+from titan_adapters import nn, parallel
 from titan_adapters.checkpoint import load_checkpoint, load_model, save_checkpoint
 from titan_adapters.config import (
     AttentionSpec,
@@ -159,6 +159,7 @@ __all__ = [
     "moe_rows",
     "nn",
     "norm_rows",
+    "parallel",
     "parallelize",
     "partwise",
     "read_hf_config",

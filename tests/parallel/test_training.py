@@ -38,6 +38,8 @@ def _cases(world_size: int) -> dict[str, Case]:
                 if config.moe_specs() and not size_problems(config, **{axis: 2}):
                     cases[f"{name}, {axis}, grouped"] = Case(model, config, {axis: 2}, kernel="grouped")
         cases |= {f"{axes}": Case(llama, tied, axes) for axes in ({"fsdp": 1, "tp": 2}, {"dp_shard": 2, "tp": 1})}
+        for axes in ({"tp": 2}, {"fsdp": 2}):
+            cases[f"recomputed, {axes}"] = Case(llama, tied, axes, recompute=True)
         return cases | {"adamw": Case(llama, tied, {"tp": 2}, optimizer="adamw")}
     for name, (model, config) in _every("llama", "olmo2", "qwen3_moe").items():
         layouts = [{"ep": 2, "tp": 2}, {"fsdp": 2, "ep": 2}] if config.moe_specs() else [{"fsdp": 2, "tp": 2}]

@@ -1,5 +1,6 @@
 """One model trained alone and in parallel, step by step; not a test."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import titan_adapters as ta
 from tests.conftest import random_model
@@ -26,6 +28,8 @@ class Case(NamedTuple):
     axes: dict[str, int]
     optimizer: str = "sgd"
     kernel: str = "loop"
+    recompute: bool = False
+    """Whether the split model's layers are checkpointed: run again in the backward pass."""
 
 
 def errors_of_training(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
@@ -44,6 +48,8 @@ def _errors(case: Case) -> dict[str, float]:
                 module.kernel = case.kernel
     mesh = init_device_mesh("cpu", tuple(case.axes.values()), mesh_dim_names=tuple(case.axes))
     ta.parallelize(split, mesh)
+    if case.recompute:
+        split.run_layers = partial(_run_recomputed, split)
     optimizers = [_optimizer(case, model) for model in (alone, split)]
     generator = torch.Generator().manual_seed(7)
     rows = slice(None)
@@ -64,6 +70,8 @@ def _errors(case: Case) -> dict[str, float]:
         # One key gets all attention, whatever the scores: gradients of queries and keys are zero but for noise.
         floor = 1.0 if shape[-1] == 1 else 0.1
         errors |= _compare(f"step {step} gradient", alone, split, floor)
+        norms = [nn.utils.get_total_norm([p.grad for p in model.parameters()]) for model in (alone, split)]
+        errors[f"step {step} norm of gradients"] = _relative(norms[1].full_tensor(), norms[0], 0.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -71,6 +79,12 @@ def _errors(case: Case) -> dict[str, float]:
     tied = split.lm_head.weight is split.tok_embeddings.weight
     assert tied == case.config.tied_embeddings
     return errors
+
+
+def _run_recomputed(model: ta.BaseTransformer, x: Tensor, seq: ta.nn.SequenceInfo) -> Tensor:
+    for layer in model.layers:
+        x = checkpoint(layer, x, seq, use_reentrant=False)
+    return x
 
 
 def replicas_of_gained() -> list[str]:

@@ -34,9 +34,12 @@ def parallelize(
     Ranks along "tp" and "ep" must be given the same tokens, and each computes the loss from the whole logits that
     `model(tokens)` returns; ranks along "fsdp" are given different ones, and gradients are averaged over them.
 
-    With "tp" or "ep", parameters become DTensors on those axes, whose values are the first rank's. A model on the meta
-    device stays there: materialise it with `to_empty(device=...)` and load a checkpoint, or let `load_checkpoint` do
-    both. Checkpoints of a parallel model are read and written by `load_checkpoint` and `save_checkpoint`.
+    With "tp" or "ep", parameters become DTensors on those axes, whose values are the first rank's; "fsdp" takes each
+    rank's own values, so seed all ranks alike. A model on the meta device stays there: let `load_checkpoint`
+    materialise and fill it. `save_checkpoint` and `load_checkpoint` work on a parallel model.
+
+    To recompute layers in the backward pass, call `torch.utils.checkpoint.checkpoint(layer, x, seq)` from outside: a
+    layer's parameters are plain tensors only while its `__call__` runs.
 
     Args:
         plan: Instead of the model's own `parallel_plan`.
