@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titan_adapters import nn
+from titan_adapters import nn, parallel
 from titan_adapters.checkpoint import load_checkpoint, load_model, save_checkpoint
 from titan_adapters.config import (
     AttentionSpec,
@@ -29,6 +29,7 @@ from titan_adapters.moe_spec import (
     MoESpec,
     SharedExpertsSpec,
 )
+from titan_adapters.parallel import parallelize
 from titan_adapters.plan import (
     ParallelPlan,
     Style,
@@ -36,6 +37,7 @@ from titan_adapters.plan import (
     decoder_plan,
     expertwise,
     headwise,
+    partwise,
     replicate,
     rowwise,
     vocabwise,
@@ -157,6 +159,9 @@ __all__ = [
     "moe_rows",
     "nn",
     "norm_rows",
+    "parallel",
+    "parallelize",
+    "partwise",
     "read_hf_config",
     "register_model",
     "replicate",

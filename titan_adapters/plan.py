@@ -14,6 +14,7 @@ from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import PlanError
 from titan_adapters.nn.attention import InnerAttention
 from titan_adapters.nn.moe import InnerExperts
+from titan_adapters.nn.norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,22 @@ vocabwise = Style(
     "vocabulary rows are sharded; an embedding sums its output, a head gathers its logits",
     (nn.Embedding, nn.Linear),
 )
-headwise = Style("headwise", "parameters with one value per query head are sharded like the heads", (InnerAttention,))
+headwise = Style(
+    "headwise",
+    "parameters of heads are sharded like the heads; a norm over all heads sums its squares over ranks",
+    (InnerAttention, RMSNorm),
+)
 expertwise = Style(
     "expertwise",
     "experts are sharded: each one's width under tensor parallelism, whole experts under expert parallelism",
     (InnerExperts,),
 )
-replicate = Style("replicate", "every rank holds the whole module", ())
+replicate = Style("replicate", "every rank holds the whole module, and applies it to whole activations", ())
+partwise = Style(
+    "partwise",
+    "every rank holds the whole module, and applies it to its own heads or features; gradients are summed over ranks",
+    (),
+)
 
 
 class ParallelPlan:
@@ -131,7 +141,9 @@ def decoder_plan(config: TransformerConfig, extra: Mapping[str, Style] | None = 
         rows["layers.*.attention.wg"] = colwise
     if any(spec.sinks for spec in config.attention_specs()):
         rows["layers.*.attention.inner_attention"] = headwise
-    if any(spec.qk_norm and spec.qk_norm.weight for spec in config.attention_specs()):
-        # Per head, one weight serves all. Over all heads, statistics span ranks: an engine refuses to split those.
-        rows["layers.*.attention.[qk]_norm"] = replicate
+    scopes = {i: s.qk_norm.scope for i, s in enumerate(config.attention_specs()) if s.qk_norm and s.qk_norm.weight}
+    for layer, scope in scopes.items():
+        # Per head, one weight serves all heads. Over all heads, each channel has its own.
+        row = f"layers.{'*' if len(set(scopes.values())) == 1 else layer}.attention.[qk]_norm"
+        rows[row] = replicate if scope == "per_head" else headwise
     return ParallelPlan(rows | dict(extra or {}))

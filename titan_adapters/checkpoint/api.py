@@ -1,7 +1,5 @@
 """Loading, saving and converting whole checkpoints."""
 
-import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_adapters.checkpoint.folder import (
+    CONFIG_DIGEST,
     Progress,
     WeightsFolder,
     atomic_folder,
@@ -18,13 +17,21 @@ from titan_adapters.checkpoint.folder import (
     write_weights,
 )
 from titan_adapters.checkpoint.identity import (
-    COMPANIONS,
-    CONFIG_DIGEST,
     Identity,
     check_digest,
     config_diff,
+    copy_companions,
     read_identity,
     write_identity,
+)
+from titan_adapters.checkpoint.sharded import (
+    device_of,
+    is_sharded,
+    own_class,
+    save_dcp,
+    whole_tensors,
+    write_on_first_rank,
+    write_part,
 )
 from titan_adapters.checkpoint.stock import stock_problems
 from titan_adapters.config import TransformerConfig
@@ -40,10 +47,11 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 def load_checkpoint(
     model: BaseTransformer, path: str | Path, *, cast: bool = False, progress: Progress | None = None
 ) -> None:
-    """Write every weight of a native or published safetensors folder into `model`, exactly once.
+    """Write every weight of a native, published or DCP folder into `model`, exactly once.
 
     Everything is checked from headers before the first byte of a weight is used. A model on the meta device is
-    materialised on the CPU. At most one shard is held besides the model.
+    materialised, on the CPU or its mesh's devices. At most one shard is held besides the model. Each rank of a parallel
+    model reads every tensor, one at a time, and keeps its own part.
 
     Args:
         cast: Allow conversions to a narrower dtype, such as fp32 weights into a bf16 model.
@@ -63,11 +71,10 @@ def load_checkpoint(
     if not cast:
         _check_dtypes(produced, {name: tensor.dtype for name, tensor in expected.items()})
     if any(tensor.is_meta for tensor in expected.values()):
-        model.to_empty(device="cpu")
+        model.to_empty(device=device_of(expected))
     targets = native_tensors(model)
-    with torch.no_grad():
-        for name, tensor in adapter.session("to_native").convert(weights.tensors(progress), partial=False):
-            targets[name].copy_(tensor)
+    for name, tensor in adapter.session("to_native").convert(weights.tensors(progress), partial=False):
+        write_part(targets[name], tensor)
 
 
 def load_model(
@@ -87,7 +94,7 @@ def load_model(
 def save_checkpoint(
     model: BaseTransformer,
     path: str | Path,
-    format: Format = "native",
+    format: Format | Literal["dcp"] = "native",
     *,
     companions: str | Path | None = None,
     cast: bool = False,
@@ -96,16 +103,28 @@ def save_checkpoint(
 ) -> None:
     """Write `model` as a new folder that appears complete or not at all.
 
+    All ranks of a parallel model must call this. In a safetensors format rank 0 writes, and one whole tensor at a time
+    is gathered; in "dcp", each rank writes its own part.
+
     Args:
-        format: "native" (`titan.json`, native names), or "hf" (`config.json` and names of the stock architecture).
+        format: "native" (`titan.json`, native names), "hf" (`config.json` and names of the stock architecture), or
+            "dcp" (`titan.json`, native names, torch.distributed.checkpoint's files, in the dtype that training holds).
         companions: Folder to take tokenizer and generation files from.
-        cast: Convert weights that are not in `config.dtype`; otherwise they are refused.
+        cast: Convert weights that are not in `config.dtype`; otherwise they are refused, except in "dcp".
         overwrite: Replace an existing checkpoint folder.
     """
-    config = model.config
+    config, cls = model.config, own_class(model)
     _check_tie(model)
     tensors = native_tensors(model)
-    wanted = stored_dtypes(type(model), config)
+    if format == "dcp":
+
+        def describe(folder: Path) -> None:
+            write_identity(folder, Identity(cls, config, "native"))
+            copy_companions(companions, folder)
+
+        save_dcp(Path(path), tensors, {CONFIG_DIGEST: config.digest()}, overwrite=overwrite, prepare=describe)
+        return
+    wanted = stored_dtypes(cls, config)
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != wanted[name]]
     if wrong and not cast:
         raise CheckpointError(
@@ -113,8 +132,12 @@ def save_checkpoint(
             wrong,
             fix="pass cast=True to convert on the way, or change config.dtype.",
         )
-    rows = ((name, tensor.to(wanted[name])) for name, tensor in tensors.items())
-    _write(path, Identity(type(model), config, format), rows, companions, overwrite, max_shard_bytes)
+    rows = ((name, tensor.to(wanted[name])) for name, tensor in whole_tensors(tensors))
+    identity = Identity(cls, config, format)
+    if is_sharded(tensors):
+        write_on_first_rank(rows, lambda r: _write(path, identity, r, companions, overwrite, max_shard_bytes))
+    else:
+        _write(path, identity, rows, companions, overwrite, max_shard_bytes)
 
 
 def convert_checkpoint(
@@ -127,7 +150,7 @@ def convert_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Identity:
-    """Stream a native or published folder into the other format; tokenizer files come along.
+    """Stream a native, published or DCP folder into the other format; tokenizer files come along.
 
     Args:
         dtype: Store and serve in this dtype instead of the source's.
@@ -208,8 +231,7 @@ def _write(
             session = identity.model.state_dict_adapter(identity.config).session("to_hf")
             tensors = session.convert(native, partial=False)
         write_weights(folder, tensors, max_shard_bytes=max_shard_bytes, metadata=metadata)
-        if companions is not None:
-            _copy_companions(Path(companions), folder)
+        copy_companions(companions, folder)
 
 
 def _check_tie(model: BaseTransformer) -> None:
@@ -234,19 +256,6 @@ def _check_export(identity: Identity, hf_config: dict) -> None:
             problems,
             fix="save it with format='native', or correct state_dict_adapter or to_hf_config.",
         )
-
-
-def _copy_companions(source: Path, folder: Path) -> None:
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    generation, config = folder / "generation_config.json", source / "config.json"
-    if not generation.exists() and config.is_file():
-        # The end-of-sequence id really stops generation, so it must not get lost with config.json.
-        data = json.loads(config.read_text())
-        ids = {key: data[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if data.get(key) is not None}
-        if ids:
-            write_json(generation, ids)
 
 
 def _check_same_model(model: BaseTransformer, identity: Identity, path: str | Path) -> None:

@@ -1,4 +1,7 @@
-"""Safetensors folders: reading that obeys the index, and writing that is atomic and sharded."""
+"""Safetensors folders: reading that obeys the index, and writing that is atomic and sharded.
+
+`open_weights` also opens folders of torch.distributed.checkpoint, which `titan_adapters.checkpoint.dcp` reads.
+"""
 
 import json
 import os
@@ -18,6 +21,11 @@ from titan_adapters.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DCP_METADATA = ".metadata"
+"""By this file a DCP folder is known."""
+CONFIG_DIGEST = "titan_config_digest"
+"""Ties weights to the config they were written with: a key in each safetensors file's metadata, an entry of a DCP
+folder."""
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -77,13 +85,17 @@ class WeightsFolder:
 
 
 def open_weights(path: str | Path) -> WeightsFolder:
-    """Read the headers of a folder's safetensors files and check them against the index.
+    """Read the headers of a folder's safetensors files and check them against the index; or those of a DCP folder.
 
     Raises:
         CheckpointError: names every missing shard, file or tensor outside the index, tensor in two files, truncated
             file and size that does not add up.
     """
     path = Path(path)
+    if (path / DCP_METADATA).is_file():
+        from titan_adapters.checkpoint.dcp import open_dcp  # which builds on this module
+
+        return open_dcp(path)
     files = sorted(p.name for p in path.glob("*.safetensors"))
     index_file = path / INDEX
     problems: list[str] = []
@@ -196,9 +208,10 @@ def atomic_folder(path: str | Path, *, overwrite: bool) -> Iterator[Path]:
 
 def _only_checkpoint_files(path: Path) -> bool:
     entries = list(path.iterdir())
-    known = {".safetensors", ".json", ".txt", ".model", ".jinja"}
-    weights = any(entry.suffix == ".safetensors" for entry in entries)
-    return not entries or (weights and all(entry.is_file() and entry.suffix in known for entry in entries))
+    known = {".safetensors", ".distcp", ".json", ".txt", ".model", ".jinja"}
+    weights = any(entry.suffix in (".safetensors", ".distcp") for entry in entries)
+    familiar = all(e.is_file() and (e.suffix in known or e.name == DCP_METADATA) for e in entries)
+    return not entries or (weights and familiar)
 
 
 def write_weights(

@@ -1,9 +1,11 @@
 """Whose weights a folder holds: `titan.json` in our format, `config.json` in the published one."""
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_adapters.checkpoint.folder import WeightsFolder, read_json, write_json
+from titan_adapters.checkpoint.folder import CONFIG_DIGEST, WeightsFolder, read_json, write_json
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.differences import differences
@@ -13,8 +15,6 @@ from titan_adapters.registry import find_model
 
 TITAN_JSON = "titan.json"
 FORMAT_VERSION = 1
-CONFIG_DIGEST = "titan_config_digest"
-"""Key in each shard's metadata; ties weights to the config they were written with."""
 
 # Copied along with the weights: what tokenizes, templates and stops, but no weights and no config.
 COMPANIONS = (
@@ -71,6 +71,23 @@ def write_identity(folder: Path, identity: Identity) -> None:
             "names": identity.names,
         },
     )
+
+
+def copy_companions(source: str | Path | None, folder: Path) -> None:
+    """Copy tokenizer and generation files from folder `source`, if one is given."""
+    if source is None:
+        return
+    source = Path(source)
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    generation, config = folder / "generation_config.json", source / "config.json"
+    if not generation.exists() and config.is_file():
+        # The end-of-sequence id really stops generation, so it must not get lost with config.json.
+        data = json.loads(config.read_text())
+        ids = {key: data[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if data.get(key) is not None}
+        if ids:
+            write_json(generation, ids)
 
 
 def check_digest(weights: WeightsFolder, config: TransformerConfig) -> None:

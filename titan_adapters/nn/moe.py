@@ -76,6 +76,8 @@ class InnerExperts(nn.Module):
         super().__init__()
         self.spec = spec
         self.kernel: Literal["loop", "grouped"] = "loop"
+        self.partial = False
+        """Whether other ranks hold further experts, whose indices are outside of 0 to E - 1 and contribute nothing."""
         num_experts, hidden_dim = spec.num_experts, spec.hidden_dim
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
@@ -132,23 +134,30 @@ class InnerExperts(nn.Module):
                 f"{self.w1.shape[2]}: rows must be multiples of 16 bytes.",
                 fix="set kernel = 'loop'.",
             )
-        num_chosen = self.spec.top_k
-        order = routing.experts.flatten().argsort(stable=True)
-        expert_R = routing.experts.flatten()[order]
+        num_chosen, num_experts = self.spec.top_k, self.spec.num_experts
+        chosen = routing.experts.flatten()
+        if self.partial:  # others' experts come last, past the end of the last group
+            chosen = chosen.where((chosen >= 0) & (chosen < num_experts), num_experts)
+        order = chosen.argsort(stable=True)
+        expert_R = chosen[order]
         token_R, weight_R1 = order // num_chosen, routing.weights.flatten()[order, None]
-        experts_E = torch.arange(self.spec.num_experts, device=x_TD.device)
+        experts_E = torch.arange(num_experts, device=x_TD.device)
         ends_E = torch.searchsorted(expert_R, experts_E, right=True, out_int32=True)
         rows = x_TD[token_R]
         if self.spec.weighs == "input":
             rows = (rows * weight_R1).to(x_TD.dtype)
 
+        def own(rows: Tensor) -> Tensor:
+            """Zeros in rows of no group, where a grouped matmul leaves what was in memory, also in its gradients."""
+            return rows.masked_fill((expert_R == num_experts)[:, None], 0.0) if self.partial else rows
+
         def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends_E)
-            return rows if bias is None else rows + bias[expert_R]
+            rows = own(F.grouped_mm(own(rows), weight.transpose(-2, -1), offs=ends_E))
+            return rows if bias is None else rows + bias[expert_R.clamp(max=num_experts - 1)]
 
         up = None if self.w3 is None else project(rows, self.w3, self.b3)
         rows = project(activate(self.spec, project(rows, self.w1, self.b1), up), self.w2, self.b2)
-        rows = rows * weight_R1 if self.spec.weighs == "output" else rows.float()
+        rows = own(rows * weight_R1 if self.spec.weighs == "output" else rows.float())
         return torch.zeros_like(x_TD, dtype=torch.float32).index_add(0, token_R, rows)
 
 

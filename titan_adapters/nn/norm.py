@@ -26,13 +26,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_fp32 = x.float()
-        normed = x_fp32 * torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + self.eps)
+        normed = x_fp32 * torch.rsqrt(self.mean_square(x_fp32) + self.eps)
         if self.weight is None:
             return normed.to(x.dtype)
         if self.weight_in_fp32:
             weight = self.weight.float()
             return (normed * (weight + self.offset if self.offset else weight)).to(x.dtype)
         return normed.to(x.dtype) * (self.weight + self.offset if self.offset else self.weight)
+
+    def mean_square(self, x_fp32: Tensor) -> Tensor:
+        """[..., D] -> [..., 1]. Overridden where a rank holds only some of the channels."""
+        return x_fp32.pow(2).mean(-1, keepdim=True)
 
     def extra_repr(self) -> str:
         shape = "no weight" if self.weight is None else tuple(self.weight.shape)

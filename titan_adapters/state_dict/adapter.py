@@ -119,6 +119,15 @@ class Session:
     def _outputs(self, binding: Binding) -> tuple[str, ...]:
         return binding.native if self.direction == "to_native" else binding.hf
 
+    def contributes_to(self, name: str) -> tuple[str, ...]:
+        """Outputs that tensor `name` becomes a part of, or is compared with."""
+        binding = self._of.get(name)
+        if binding is None:
+            return ()
+        if isinstance(binding.row, Tie):
+            return (binding.row.native_of if self.direction == "to_native" else binding.row.hf_of,)
+        return self._outputs(binding)
+
     @property
     def pending(self) -> bool:
         """Whether a row has received some of its inputs and waits for the others."""

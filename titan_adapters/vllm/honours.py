@@ -82,19 +82,6 @@ def _in_use(spec: Spec) -> Iterator[tuple[str, Any]]:
             yield f"{type(spec).__name__}.{name}", value
 
 
-def unsplittable(config: TransformerConfig, tensor_parallel_size: int) -> list[str]:
-    """What can't be computed on several tensor-parallel ranks, each of which holds some of the heads."""
-    if tensor_parallel_size == 1:
-        return []
-    full = [
-        layer
-        for layer, spec in enumerate(config.attention_specs())
-        if spec.qk_norm is not None and spec.qk_norm.scope == "full"
-    ]
-    reason = "takes its statistics over the heads of all ranks"
-    return [f"qk_norm over all heads of layers {full} {reason}; use tensor_parallel_size=1"] if full else []
-
-
 def unpageable(config: TransformerConfig, block_size: int) -> list[str]:
     """What can't be cached in blocks of `block_size` tokens: vLLM gives each chunk whole blocks."""
     layers: dict[int, list[int]] = {}

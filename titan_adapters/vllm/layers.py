@@ -3,13 +3,18 @@
 Shapes: T tokens of a step  D model dim  N, K query and kv heads (rank-local)  H head_dim.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
@@ -19,11 +24,36 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    DEFAULT_VOCAB_PADDING_SIZE,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.utils import set_weight_attrs
 
 from titan_adapters.config import AttentionSpec
-from titan_adapters.nn import FeedForward, QKVLinear, SequenceInfo
+from titan_adapters.errors import EngineError
+from titan_adapters.nn import FeedForward, QKVLinear, RMSNorm, SequenceInfo
 from titan_adapters.vllm.compat import sinks_dtype
+
+
+def num_replicas(num_heads: int) -> int:
+    """On how many tensor-parallel ranks each of `num_heads` kv heads is: several if there are fewer than ranks."""
+    return max(1, get_tensor_model_parallel_world_size() // num_heads)
+
+
+def local_parameter(
+    shape: tuple[int, ...], dim: int, index: int, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """A parameter, NaN until loaded, whose loader takes slice `index` of the whole tensor along `dim`."""
+
+    def load(parameter: Tensor, whole: Tensor) -> None:
+        size = parameter.shape[dim]
+        parameter.data.copy_(whole.narrow(dim, index * size, size))
+
+    parameter = nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=device), requires_grad=False)
+    set_weight_attrs(parameter, {"weight_loader": load})
+    return parameter
 
 
 class EngineAttention(nn.Module):
@@ -34,19 +64,21 @@ class EngineAttention(nn.Module):
         tp = get_tensor_model_parallel_world_size()
         self.v_head_dim = spec.v_head_dim
         self.head_size = max(spec.head_dim, spec.v_head_dim)
+        self.num_heads = spec.num_heads // tp
+        self.num_kv_heads = spec.num_kv_heads * num_replicas(spec.num_kv_heads) // tp
         options: dict[str, Any] = {
-            "num_heads": spec.num_heads // tp,
+            "num_heads": self.num_heads,
             "head_size": self.head_size,
             "scale": spec.scale,
-            "num_kv_heads": max(1, spec.num_kv_heads // tp),
+            "num_kv_heads": self.num_kv_heads,
             "cache_config": vllm_config.cache_config,
             # vLLM finds the KV cache by the one integer in this name, the global layer index.
             "prefix": f"{prefix}layers.{layer}.attn",
         }
         self.sinks = None
         if spec.sinks:
-            sinks = torch.full((spec.num_heads // tp,), float("nan"), device=device, dtype=sinks_dtype())
-            options["sinks"] = self.sinks = nn.Parameter(sinks, requires_grad=False)
+            rank = get_tensor_model_parallel_rank()
+            options["sinks"] = self.sinks = local_parameter((self.num_heads,), 0, rank, sinks_dtype(), device)
         self.attn: Attention
         if spec.chunk is not None:
             self.attn = ChunkedLocalAttention(attention_chunk_size=spec.chunk, **options)
@@ -56,6 +88,12 @@ class EngineAttention(nn.Module):
             self.attn = Attention(**options)
 
     def forward(self, q_TNH: Tensor, k_TKH: Tensor, v_TKV: Tensor, seq: SequenceInfo) -> Tensor:
+        given, wanted = (q_TNH.shape[1], k_TKH.shape[1], v_TKV.shape[1]), (self.num_heads, *2 * [self.num_kv_heads])
+        if given != wanted:
+            raise EngineError(
+                f"{self.attn.layer_name} got {given} query, key and value heads on this rank, {wanted} are its own.",
+                fix="project with titan_adapters.nn.QKVLinear, planned colwise: it gives each rank its heads.",
+            )
         out = self.attn(*(self._filled(x).flatten(-2) for x in (q_TNH, k_TKH, v_TKV)))
         return out.unflatten(-1, (-1, self.head_size))[..., : self.v_head_dim]
 
@@ -87,6 +125,26 @@ class EngineQKVLinear(nn.Module):
         return tuple(t.unflatten(-1, (-1, self.head_dim)) for t in self.packed(x_TD).split(self.sizes, dim=-1))
 
 
+class EngineNorm(RMSNorm):
+    """RMSNorm over the channels of the heads of all ranks, where each rank has those of its own heads.
+
+    Args:
+        norm: The norm over all `num_heads` heads of `head_dim` channels.
+    """
+
+    def __init__(self, norm: RMSNorm, num_heads: int, head_dim: int, device: torch.device):
+        super().__init__(1, norm.eps, offset=norm.offset, weight_in_fp32=norm.weight_in_fp32, weight=False)
+        tp, replicas = get_tensor_model_parallel_world_size(), num_replicas(num_heads)
+        # Replicated heads are summed as often as there are ranks that have them, and counted as often here.
+        self.num_channels = num_heads * replicas * head_dim
+        if norm.weight is not None:
+            index = get_tensor_model_parallel_rank() // replicas
+            self.weight = local_parameter((self.num_channels // tp,), 0, index, norm.weight.dtype, device)
+
+    def mean_square(self, x_fp32: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(x_fp32.pow(2).sum(-1, keepdim=True)) / self.num_channels
+
+
 class EngineFeedForward(nn.Module):
     """Gated `FeedForward` with w1 and w3 as one matmul."""
 
@@ -105,13 +163,27 @@ class EngineFeedForward(nn.Module):
         return self.w2(self.act(self.w13(x_TD)))
 
 
+def vocab_padding() -> int:
+    """What vocabularies are padded to a multiple of: vLLM's number, and every rank the same share."""
+    return math.lcm(DEFAULT_VOCAB_PADDING_SIZE, get_tensor_model_parallel_world_size())
+
+
+def engine_embedding(module: nn.Embedding, prefix: str) -> VocabParallelEmbedding:
+    size = (module.num_embeddings, module.embedding_dim)
+    return VocabParallelEmbedding(*size, padding_size=vocab_padding(), prefix=prefix)
+
+
 class EngineHead(nn.Module):
     """A head through vLLM's logits path: gathered over ranks, padded vocabulary rows cut off."""
 
     def __init__(self, module: nn.Linear, prefix: str):
         super().__init__()
         self.head = ParallelLMHead(
-            module.out_features, module.in_features, bias=module.bias is not None, prefix=f"{prefix}.head"
+            module.out_features,
+            module.in_features,
+            bias=module.bias is not None,
+            padding_size=vocab_padding(),
+            prefix=f"{prefix}.head",
         )
         self.logits = LogitsProcessor(module.out_features)
 

@@ -5,26 +5,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights, read_identity, write_identity
+from titan_adapters.checkpoint.dcp import DcpFolder
 from titan_adapters.checkpoint.identity import check_digest, config_diff
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.errors import EngineError
 from titan_adapters.registry import get_model
 from titan_adapters.state_dict import native_tensors
-from titan_adapters.vllm.plugin import CONFIG_FORMAT, SKIP_FORMAT, register
+from titan_adapters.vllm.parallel import Parallel, check_parallel, share_cores
+from titan_adapters.vllm.plugin import CONFIG_FORMAT, DCP_FORMAT, SKIP_FORMAT, register
 from titan_adapters.vllm.worker import EXTENSION
 
 if TYPE_CHECKING:
     import vllm
 
 OURS = ("model", "config_format", "hf_config_path")
-UNSUPPORTED = {
-    "quantization": None,
-    "enable_lora": False,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-}
+UNSUPPORTED = {"quantization": None, "enable_lora": False}
 """Engine arguments that are refused unless they have this value."""
 WITHOUT_WEIGHTS = ("dummy", SKIP_FORMAT)
 
@@ -40,9 +36,9 @@ def engine_args(
     Args:
         model: Registered name, `"pkg.module:Class"`, or class. May be left out if `checkpoint` names it.
         config: May be left out if `checkpoint` has it; otherwise the two must agree.
-        checkpoint: Native or published safetensors folder. Without one, `load_format` must say where weights come
-            from: "dummy" (random), or "titan_skip" (a later live update). There is then no tokenizer either, unless
-            `tokenizer` names one.
+        checkpoint: Native or published safetensors folder, or a DCP folder. Without one, `load_format` must say where
+            weights come from: "dummy" (random), or "titan_skip" (a later live update). There is then no tokenizer
+            either, unless `tokenizer` names one.
         engine_kwargs: Passed on to vLLM. `dtype` defaults to the config's. An own `worker_extension_cls` should be a
             subclass of `titan_adapters.vllm.worker.TitanWorker`.
 
@@ -78,6 +74,11 @@ def engine_args(
             check_digest(weights, identity.config)
             built = meta_model(identity.model, identity.config)
             check_weights(weights, adapter_for(built, identity.names), native_tensors(built))
+            if isinstance(weights, DcpFolder) and load_format == "auto":
+                engine_kwargs["load_format"] = DCP_FORMAT
+    parallel = Parallel.from_arguments(engine_kwargs)
+    check_parallel(identity.model, identity.config, parallel)
+    share_cores(parallel)
     return {
         "dtype": identity.config.dtype,
         "worker_extension_cls": EXTENSION,
@@ -96,9 +97,19 @@ def LLM(
     """A real `vllm.LLM` that serves the given model; arguments as for `engine_args`."""
     import vllm
 
+    replicas = engine_kwargs.get("data_parallel_size", 1)
+    if replicas > 1 and engine_kwargs.get("distributed_executor_backend") != "external_launcher":
+        raise EngineError(
+            f"vllm.LLM runs one replica, not data_parallel_size={replicas}.",
+            fix="run `vllm serve FOLDER --config-format titan --data-parallel-size N`, or vllm's "
+            "AsyncLLM.from_engine_args(AsyncEngineArgs(**titan_adapters.vllm.engine_args(...))).",
+        )
     arguments = engine_args(model, config, checkpoint, **engine_kwargs)
     register()  # also without an installed entry point, for an engine in this process
-    return vllm.LLM(**arguments)
+    llm = vllm.LLM(**arguments)
+    if engine_kwargs.get("pipeline_parallel_size", 1) > 1:
+        llm.collective_rpc("titan_warm_up")
+    return llm
 
 
 def _check_agreement(

@@ -1,6 +1,6 @@
-"""Writing weights into a swapped model, with exact accounting, and the `titan_skip` load format."""
+"""Writing weights into a swapped model, with exact accounting, and the `titan_skip` and `titan_dcp` load formats."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +9,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from titan_adapters.checkpoint import open_weights
 from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moe import ExpertShard, write_experts
-from titan_adapters.vllm.swap import Shard, Swap
+from titan_adapters.vllm.swap import ReplicatedHeads, Shard, Swap
 
 logger = init_logger("vllm.titan_adapters")
 
@@ -26,12 +27,14 @@ class WeightWriter:
 
     Args:
         adapter: Table between incoming and native names.
-        expected: Native names and tensors (meta), aliases left out.
-        swap: Where native parameters went.
+        expected: Native names and tensors (meta) of the whole model, aliases left out.
+        swap: Where the native parameters of this pipeline stage went.
     """
 
     def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap):
         self._adapter = adapter
+        self._elsewhere = {name for name in expected if swap.is_elsewhere(name)}
+        expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
         self._expected = expected
         self._swap = swap
         self._session: Session | None = None
@@ -65,7 +68,11 @@ class WeightWriter:
         session = self._session or self._adapter.session("to_native")
         written: set[str] = set()
         for incoming, tensor in weights:
+            if self._elsewhere.issuperset(session.contributes_to(incoming)):
+                tensor = tensor.to("meta")  # accounted for like all others, but its data is never read
             for native, converted in session.feed(incoming, tensor):
+                if native in self._elsewhere:
+                    continue
                 wanted = self._expected[native].shape
                 if converted.shape != wanted:
                     problem = f"{native} has shape {tuple(converted.shape)}, the model needs {tuple(wanted)}"
@@ -124,8 +131,16 @@ def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> No
     loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
     if shard is None:
         loader(parameter, tensor)
+    elif isinstance(shard, ReplicatedHeads):
+        loader(parameter, shard.repeat(tensor))
     else:
         loader(parameter, tensor, shard)
+
+
+def _writer_of(model: nn.Module) -> WeightWriter:
+    writer = model.writer
+    assert isinstance(writer, WeightWriter), f"{type(model).__name__} is not served by this library"
+    return writer
 
 
 class SkipLoader(BaseModelLoader):
@@ -142,6 +157,18 @@ class SkipLoader(BaseModelLoader):
             for parameter in model.parameters():
                 if parameter.is_floating_point():
                     parameter.fill_(float("nan"))
-        writer = model.writer
-        assert isinstance(writer, WeightWriter), f"{type(model).__name__} is not served by this library"
-        writer.updates_only = True
+        _writer_of(model).updates_only = True
+
+
+class DcpLoader(BaseModelLoader):
+    """`load_format="titan_dcp"`: weights from a folder of torch.distributed.checkpoint, one tensor at a time."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        pass
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        _writer_of(model).write(self.get_all_weights(model_config, model))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the folder; vLLM's `reload_weights` calls this too."""
+        return open_weights(model_config.model).tensors()

@@ -9,15 +9,22 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
 
 from titan_adapters.errors import EngineError
 from titan_adapters.moe_spec import ClampedSwiGLU, MoESpec
 from titan_adapters.nn import InnerExperts, MoE, Routing, choose_experts
 from titan_adapters.vllm.compat import fused_moe
+from titan_adapters.vllm.layers import local_parameter
 
 Path = Literal["auto", "fused", "torch"]
 Projection = Literal["w1", "w2", "w3"]
@@ -94,7 +101,13 @@ def expert_options(spec: MoESpec) -> dict[str, Any]:
 
 
 def fused_experts(**options: Any) -> nn.Module:
-    """vLLM's fused experts, with loaders of our own for what vLLM's does not load, or not as the kernel reads it."""
+    """vLLM's fused experts, with loaders of our own for what vLLM's does not load, or not as the kernel reads it.
+
+    Raises:
+        ValueError: expert parallelism on the CPU, where vLLM's kernel crashes the process.
+    """
+    if get_current_vllm_config().parallel_config.enable_expert_parallel and current_platform.is_cpu():
+        raise ValueError("vLLM's CPU kernel does not run under expert parallelism")
     runner = fused_moe(router_logits_dtype=torch.float32, **options)
     experts, interleaved = runner.routed_experts, options.get("activation") == "swigluoai"
     assert isinstance(experts, RoutedExperts)
@@ -197,6 +210,43 @@ class EngineExperts(nn.Module):
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
         # The choice travels in place of the logits. Indices are exact in fp32.
         return self.runner(x_TD, torch.cat([routing.weights, routing.experts.float()], dim=-1))
+
+
+def _load_zeros(param: Tensor, *args: Any, **kwargs: Any) -> None:
+    param.data.zero_()
+
+
+class ShardedExperts(nn.Module):
+    """`InnerExperts` in torch over tensor-parallel ranks, each of which has whole experts, or a part of every one.
+
+    Args:
+        module: The experts of all ranks, on the meta device.
+        whole_experts: Expert parallelism: rank r has the r-th E / ranks experts. Otherwise their width F is split.
+    """
+
+    def __init__(self, module: InnerExperts, device: torch.device, *, whole_experts: bool):
+        super().__init__()
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        spec, dim = module.spec, module.w1.shape[-1]
+        field = "num_experts" if whole_experts else "hidden_dim"
+        size = getattr(spec, field) // ranks
+        self.first_expert = rank * size if whole_experts else 0
+        with torch.device("meta"):
+            self.local = InnerExperts(dim, spec.model_copy(update={field: size}))
+        self.local.kernel = "grouped" if self.local.groupable(module.w1.dtype) else "loop"
+        self.local.partial = whole_experts
+        for name, meta in list(self.local.named_parameters()):
+            dim_split = 0 if whole_experts else {"w2": 2}.get(name, 1)
+            parameter = local_parameter(tuple(meta.shape), dim_split, rank, meta.dtype, device)
+            if name == "b2" and not whole_experts:  # not split, and added before the sum over ranks
+                loader = _load_zeros if rank else default_weight_loader
+                vars(parameter)["weight_loader"] = loader
+            setattr(self.local, name, parameter)
+
+    def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        if self.first_expert:
+            routing = routing._replace(experts=routing.experts - self.first_expert)
+        return tensor_model_parallel_all_reduce(self.local(x_TD, routing))
 
 
 def _unpack_routing(

@@ -6,19 +6,21 @@ from titan_adapters.hf_config import ARCHITECTURE
 
 CONFIG_FORMAT = "titan"
 SKIP_FORMAT = "titan_skip"
+DCP_FORMAT = "titan_dcp"
 
 
 def register() -> None:
-    """Tell vLLM about the wrapper, the config format and the `titan_skip` load format. Safe to call repeatedly."""
+    """Tell vLLM about the wrapper, the config format and the load formats. Safe to call repeatedly."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, register_config_parser
 
     from titan_adapters.vllm.config_parser import TitanConfigParser
-    from titan_adapters.vllm.loader import SkipLoader
+    from titan_adapters.vllm.loader import DcpLoader, SkipLoader
 
     ModelRegistry.register_model(ARCHITECTURE, "titan_adapters.vllm.wrapper:TitanForCausalLM")
     if CONFIG_FORMAT not in _CONFIG_FORMAT_TO_CONFIG_PARSER:
         register_config_parser(CONFIG_FORMAT)(TitanConfigParser)
-    if SKIP_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
-        register_model_loader(SKIP_FORMAT)(SkipLoader)
+    for name, loader in ((SKIP_FORMAT, SkipLoader), (DCP_FORMAT, DcpLoader)):
+        if name not in _LOAD_FORMAT_TO_MODEL_LOADER:
+            register_model_loader(name)(loader)

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -13,26 +14,58 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
-from titan_adapters.nn import FeedForward, InnerAttention, InnerExperts, MoE, NormRope, QKVLinear, Router
+from titan_adapters.nn import (
+    Attention,
+    FeedForward,
+    InnerAttention,
+    InnerExperts,
+    MoE,
+    NormRope,
+    QKVLinear,
+    RMSNorm,
+    Router,
+)
 from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
-from titan_adapters.vllm.honours import unsplittable
-from titan_adapters.vllm.layers import EngineAttention, EngineFeedForward, EngineHead, EngineQKVLinear
+from titan_adapters.vllm.layers import (
+    EngineAttention,
+    EngineFeedForward,
+    EngineHead,
+    EngineNorm,
+    EngineQKVLinear,
+    engine_embedding,
+    num_replicas,
+)
 from titan_adapters.vllm.moe import (
     OPTION,
     EngineExperts,
     EngineMoE,
     EngineSharedExperts,
     ExpertShard,
+    ShardedExperts,
     moved_experts,
     native_routing,
     requested_path,
 )
 from titan_adapters.vllm.norm_rope import EngineNormRope, fusible
+from titan_adapters.vllm.parallel import plan_problems
+from titan_adapters.vllm.stage import Elsewhere, Stage, drop_other_stages
 
 logger = init_logger("vllm.titan_adapters")
 
-Shard = str | int | ExpertShard | None
-"""Which part of a packed engine parameter a native one is."""
+
+@dataclass(frozen=True)
+class ReplicatedHeads:
+    """Each of `num_heads` heads is on `replicas` ranks in a row, so the loader is given it as often."""
+
+    num_heads: int
+    replicas: int
+
+    def repeat(self, whole: Tensor) -> Tensor:
+        return whole.unflatten(0, (self.num_heads, -1)).repeat_interleave(self.replicas, 0).flatten(0, 1)
+
+
+Shard = str | int | ExpertShard | ReplicatedHeads | None
+"""Which part of a packed engine parameter a native one is, or how its heads are spread."""
 
 
 @dataclass
@@ -62,6 +95,14 @@ class Swap:
         path, shard = self.moved.get(module, (module, None))
         return (f"{path}.{kind}" if path else kind), shard
 
+    def is_elsewhere(self, native: str) -> bool:
+        """Whether another pipeline stage has this native parameter."""
+        return any(native.startswith(f"{path}.") for path in self._elsewhere)
+
+    @cached_property
+    def _elsewhere(self) -> list[str]:
+        return [path for path, module in self.model.named_modules() if isinstance(module, Elsewhere)]
+
     def by_module(self, natives: Iterable[str]) -> dict[str, list[str]]:
         """`natives` by the path of the engine module that they went into."""
         found: dict[str, list[str]] = {}
@@ -70,19 +111,35 @@ class Swap:
         return found
 
 
-def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, device: torch.device) -> Swap:
+def swap_modules(
+    model: BaseTransformer, stage: Stage, vllm_config: VllmConfig, prefix: str, device: torch.device
+) -> Swap:
     """Replace the seams and every planned module of `model` (on the meta device) by the engine's own.
 
-    What the plan replicates and vLLM has no layer for, such as norms, stays the author's module and is materialised.
+    Only what `stage` computes is left. What the plan replicates and vLLM has no layer for, such as norms, stays the
+    author's module and is materialised.
 
     Raises:
-        EngineError: a seam is missing, doubled, subclassed, or contradicts the config.
+        EngineError: a seam is missing, doubled, subclassed, or contradicts the config, or the plan can't be followed
+            on this many ranks.
     """
     styles = model.parallel_plan(model.config).resolve(model)
     _check_seams(model)
-    if problems := unsplittable(model.config, get_tensor_model_parallel_world_size()):
-        raise EngineError("The heads of this model can't be split over ranks.", problems, fix="run it on one rank.")
+    if problems := plan_problems(model, styles, get_tensor_model_parallel_world_size()):
+        raise EngineError(
+            f"The engine can't follow the parallel plan of {type(model).__name__}.",
+            problems,
+            fix="plan these modules as titan_adapters.decoder_plan does, or run the model on one rank.",
+        )
+    drop_other_stages(model, stage)
     swap = Swap(model)
+    _swap_full_norms(swap, device)
+    kv_heads = {
+        f"{path}.{name}": module.spec.num_kv_heads
+        for path, module in model.named_modules()
+        if isinstance(module, QKVLinear)
+        for name in ("wk", "wv")
+    }
     done: tuple[str, ...] = ()
     for path, module in list(model.named_modules()):
         if path.startswith(done) and done:
@@ -101,23 +158,44 @@ def swap_modules(model: BaseTransformer, vllm_config: VllmConfig, prefix: str, d
         elif type(module) is MoE:
             replacement = _swap_moe(swap, module, path, vllm_config, device)
         elif type(module) is InnerExperts:
-            replacement = _swap_experts(swap, module, path, vllm_config)
+            replacement = _swap_experts(swap, module, path, vllm_config, device)
         elif isinstance(module, Router):
             done += (f"{path}.",)  # stays as it is, in its own dtype
         elif path in styles:
-            replacement = _planned_layer(module, styles[path], path, is_head=module is model.lm_head)
+            replicas = num_replicas(kv_heads[path]) if path in kv_heads and styles[path] is colwise else 1
+            replacement = _planned_layer(module, styles[path], path, replicas, is_head=module is model.lm_head)
             if isinstance(replacement, EngineHead):
                 swap.moved[path] = (f"{path}.head", None)
+            elif replicas > 1:
+                swap.moved[path] = (path, ReplicatedHeads(kv_heads[path], replicas))
         if replacement is not None:
             swap.replace(path, replacement)
             done += (f"{path}.",)
     for how, paths in swap.moe_paths.items():
         logger.info("%s: %s", how, ", ".join(paths))
-    if model.config.tied_embeddings:
+    if model.config.tied_embeddings and stage.is_last:
         _tie_head(model)
         swap.aliases["tok_embeddings.weight"] = "lm_head.head.weight"
     _materialise(model, device)
     return swap
+
+
+def _swap_full_norms(swap: Swap, device: torch.device) -> None:
+    """Norms over all heads, where those are on several ranks."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return
+    for path, module in list(swap.model.named_modules()):
+        if not isinstance(module, Attention) or module.spec.qk_norm is None or module.spec.qk_norm.scope != "full":
+            continue
+        spec = module.spec
+        for name, num_heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+            norm = module.get_submodule(name)
+            if type(norm) is not RMSNorm:
+                raise EngineError(
+                    f"{path}.{name} is a {type(norm).__name__}, whose statistics the engine can't sum over ranks.",
+                    fix="use titan_adapters.nn.RMSNorm, or run the model on one rank.",
+                )
+            swap.replace(f"{path}.{name}", EngineNorm(norm, num_heads, spec.head_dim, device))
 
 
 def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, device: torch.device) -> nn.Module | None:
@@ -128,7 +206,8 @@ def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, devic
         return None
     moved: dict[str, tuple[str, Shard]] = {}
     if shared is not None:
-        if type(shared) is not FeedForward or shared.w3 is None:
+        # A bias would be in the sum over ranks once for each.
+        if type(shared) is not FeedForward or shared.w3 is None or shared.spec.bias:
             return None
         shared = EngineFeedForward(shared, f"{path}.shared_experts", reduce_results=False)
         where = f"{path}.shared" if module.shared_gate is None else f"{path}.shared.feed_forward"
@@ -149,8 +228,10 @@ def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, devic
     return replacement
 
 
-def _swap_experts(swap: Swap, module: InnerExperts, path: str, vllm_config: VllmConfig) -> nn.Module | None:
-    """The experts alone over vLLM's fused ones, or None for the torch path."""
+def _swap_experts(
+    swap: Swap, module: InnerExperts, path: str, vllm_config: VllmConfig, device: torch.device
+) -> nn.Module | None:
+    """The experts alone over vLLM's fused ones, or in torch; None to keep them as they are."""
     wanted = requested_path(vllm_config)
     try:
         if wanted == "torch":
@@ -161,7 +242,13 @@ def _swap_experts(swap: Swap, module: InnerExperts, path: str, vllm_config: Vllm
             raise EngineError(f"{path} has no fused kernel here: {reason}.", fix=f"set {OPTION} to 'auto'.") from reason
         swap.moe_paths.setdefault(f"the model's own experts in torch ({reason})", []).append(path)
         module.kernel = "grouped" if module.groupable(module.w1.dtype) else "loop"
-        return None
+        if get_tensor_model_parallel_world_size() == 1:
+            return None
+        whole = vllm_config.parallel_config.enable_expert_parallel
+        sharded = ShardedExperts(module, device, whole_experts=whole)
+        names = [name for name, _ in module.named_parameters()]
+        swap.moved_parameters |= {f"{path}.{name}": (f"{path}.local.{name}", None) for name in names}
+        return sharded
     swap.moved_parameters |= moved_experts(path, f"{path}.runner", module.spec)
     swap.moe_paths.setdefault("vLLM's fused experts behind the model's own router", []).append(path)
     return replacement
@@ -188,10 +275,10 @@ def _packs_gate(module: FeedForward, styles: dict[str, Style], path: str) -> boo
     return module.w3 is not None and _all(styles, path, {"w1": colwise, "w3": colwise, "w2": rowwise})
 
 
-def _planned_layer(module: nn.Module, style: Style, path: str, *, is_head: bool) -> nn.Module | None:
-    """vLLM's layer for one planned module; None to keep the author's."""
+def _planned_layer(module: nn.Module, style: Style, path: str, replicas: int, *, is_head: bool) -> nn.Module | None:
+    """vLLM's layer for one planned module, whose outputs are on `replicas` ranks each; None to keep the author's."""
     if isinstance(module, nn.Embedding) and style is vocabwise:
-        return VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, prefix=path)
+        return engine_embedding(module, path)
     if type(module) is not nn.Linear:
         return None
     if is_head and style is vocabwise:
@@ -199,7 +286,7 @@ def _planned_layer(module: nn.Module, style: Style, path: str, *, is_head: bool)
     kinds = {colwise: ColumnParallelLinear, rowwise: RowParallelLinear, replicate: ReplicatedLinear}
     if style not in kinds:
         raise EngineError(f"{path}: only lm_head can be {style}.", fix="plan it colwise, rowwise or replicate.")
-    size = (module.in_features, module.out_features)
+    size = (module.in_features, module.out_features * replicas)
     return kinds[style](*size, bias=module.bias is not None, prefix=path, return_bias=False)
 
 

@@ -1,12 +1,14 @@
 """The one wrapper that serves every compliant model. It calls the model's own methods and knows no model family."""
 
 from collections.abc import Iterable
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.sequence import IntermediateTensors
 
 from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights
 from titan_adapters.checkpoint.identity import check_digest
@@ -18,9 +20,15 @@ from titan_adapters.registry import find_model, import_path
 from titan_adapters.state_dict import StateDictAdapter, native_tensors
 from titan_adapters.vllm.honours import unpageable
 from titan_adapters.vllm.loader import WeightWriter
+from titan_adapters.vllm.parallel import Parallel, check_parallel
+from titan_adapters.vllm.plugin import DCP_FORMAT
+from titan_adapters.vllm.stage import this_stage
 from titan_adapters.vllm.swap import swap_modules
 
 logger = init_logger("vllm.titan_adapters")
+
+HIDDEN_STATES = "hidden_states"
+"""Name of what passes between pipeline stages."""
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "intermediate_tensors": 0, "inputs_embeds": 0})
@@ -31,6 +39,7 @@ class TitanBackbone(nn.Module):
         super().__init__()
         refuse_unsupported(vllm_config)
         identity = identity_of(vllm_config)
+        check_parallel(identity.model, identity.config, Parallel.from_vllm(vllm_config))
         if problems := unpageable(identity.config, vllm_config.cache_config.block_size):
             fix = "pass a block_size that divides every chunk; on the CPU it must be a multiple of 32."
             raise EngineError(f"vLLM's KV cache does not suit {identity.model.model_type}.", problems, fix=fix)
@@ -39,27 +48,35 @@ class TitanBackbone(nn.Module):
         adapter = adapter_for(self.model, identity.names)
         check_folder(vllm_config, identity.config, adapter, expected)
         device = torch.get_default_device()
-        swap = swap_modules(self.model, vllm_config, f"{prefix}." if prefix else "", device)
+        self.stage = this_stage(identity.config.num_layers)
+        swap = swap_modules(self.model, self.stage, vllm_config, f"{prefix}." if prefix else "", device)
         self.writer = WeightWriter(adapter, expected, swap)
 
     def forward(
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: None = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        if inputs_embeds is None:
+    ) -> Tensor | IntermediateTensors:
+        if not self.stage.is_first:
+            assert intermediate_tensors is not None, "vLLM passes them to all stages but the first"
+            x = intermediate_tensors[HIDDEN_STATES]
+        elif inputs_embeds is None:
             assert input_ids is not None, "vLLM passes one of the two"
             x = self.model.embed(input_ids)
         else:
             x = inputs_embeds
-        x = self.model.run_layers(x, SequenceInfo(positions, None))
+        x = self.model.run_layers(x, SequenceInfo(positions, None), self.stage.start, self.stage.stop)
+        if not self.stage.is_last:
+            return IntermediateTensors({HIDDEN_STATES: x})
         return self.model.norm(x)
 
 
 class TitanForCausalLM(nn.Module):
     """vLLM's model interface over a `BaseTransformer` named by the emitted config."""
+
+    supports_pp: ClassVar[Literal[True]] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
@@ -69,6 +86,13 @@ class TitanForCausalLM(nn.Module):
     def writer(self) -> WeightWriter:
         return self.backbone.writer
 
+    def make_empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """What a stage receives from the one before: the residual stream."""
+        x = torch.zeros((batch_size, self.backbone.model.config.dim), dtype=dtype, device=device)
+        return IntermediateTensors({HIDDEN_STATES: x})
+
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.backbone.model.embed(input_ids)
 
@@ -76,9 +100,9 @@ class TitanForCausalLM(nn.Module):
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: None = None,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | IntermediateTensors:
         return self.backbone(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
@@ -124,8 +148,6 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     refused = []
     if vllm_config.quant_config is not None:
         refused.append("quantization")
-    if vllm_config.parallel_config.world_size > 1:
-        refused.append(f"parallel size {vllm_config.parallel_config.world_size} (one rank only)")
     if refused:
         raise EngineError("The engine was asked for what is not supported yet.", refused, fix="leave it out.")
 
@@ -134,7 +156,7 @@ def check_folder(
     vllm_config: VllmConfig, config: TransformerConfig, adapter: StateDictAdapter, expected: dict[str, Tensor]
 ) -> None:
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
-    if vllm_config.load_config.load_format in ("auto", "hf", "safetensors"):
+    if vllm_config.load_config.load_format in ("auto", "hf", "safetensors", DCP_FORMAT):
         weights = open_weights(vllm_config.model_config.model)
         check_digest(weights, config)
         check_weights(weights, adapter, expected)

@@ -1,0 +1,134 @@
+"""The activations' half of each style, as forward hooks around modules that compute on plain local tensors."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from titan_adapters.contract import BaseTransformer
+from titan_adapters.nn.attention import Attention, QKVLinear
+from titan_adapters.nn.feed_forward import FeedForward
+from titan_adapters.nn.moe import InnerExperts, Routing
+from titan_adapters.nn.norm import RMSNorm
+from titan_adapters.parallel.collectives import gathered, spread, summed
+from titan_adapters.parallel.layout import ModelLayout
+from titan_adapters.plan import colwise, expertwise, rowwise, vocabwise
+
+ONE_INPUT = (QKVLinear, FeedForward)
+"""Modules whose input is used by colwise children only, so that its gradient is summed once instead of per child."""
+
+
+def split_activations(model: BaseTransformer, layout: ModelLayout, groups: dict[str, ProcessGroup]) -> None:
+    """Make every module's forward pass compute this rank's part, with what crosses ranks on the way.
+
+    Args:
+        groups: Axis -> the ranks along it, for axes of more than one rank.
+    """
+    tp = groups.get("tp")
+    if tp is not None:
+        covered = set()
+        for path, module in model.named_modules():
+            parts = [f"{path}.{name}" for name, child in module.named_children() if isinstance(child, nn.Linear)]
+            if type(module) in ONE_INPUT and colwise in {layout.styles[part] for part in parts}:
+                module.register_forward_pre_hook(partial(_spread_input, tp))
+                covered.update(parts)
+        for path, style in layout.styles.items():
+            module = model.get_submodule(path)
+            if style is colwise and path not in covered:
+                module.register_forward_pre_hook(partial(_spread_input, tp))
+            elif style is rowwise:
+                module.register_forward_hook(partial(_sum_output, tp))
+            elif style is vocabwise:
+                _split_vocabulary(module, tp)
+        for path in layout.sharded_attention:
+            attention = model.get_submodule(path)
+            assert isinstance(attention, Attention)
+            _split_heads(attention, tp)
+    for path, style in layout.styles.items():
+        if style is expertwise and groups:
+            experts = model.get_submodule(path)
+            assert isinstance(experts, InnerExperts)
+            _split_experts(experts, groups)
+
+
+def _spread_input(tp: ProcessGroup, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (spread(args[0], [tp]), *args[1:])
+
+
+def _sum_output(tp: ProcessGroup, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return summed(output, [tp])
+
+
+def _split_vocabulary(module: nn.Module, tp: ProcessGroup) -> None:
+    if isinstance(module, nn.Embedding):
+        rows = _OwnRows(module.num_embeddings, tp)
+        module.register_forward_pre_hook(rows.before)
+        module.register_forward_hook(rows.after)
+        return
+    assert isinstance(module, nn.Linear)
+    vocab_size = module.out_features
+    module.register_forward_pre_hook(partial(_spread_input, tp))
+    module.register_forward_hook(lambda _, args, logits: gathered(logits, tp, vocab_size))
+
+
+class _OwnRows:
+    """An embedding that holds some rows: other ranks' tokens give zeros here, and the sum is whole."""
+
+    def __init__(self, vocab_size: int, tp: ProcessGroup):
+        self._tp = tp
+        part = -(-vocab_size // tp.size())
+        self._start, self._stop = tp.rank() * part, min((tp.rank() + 1) * part, vocab_size)
+        self._foreign = torch.empty(0)
+
+    def before(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        (tokens,) = args
+        self._foreign = (tokens < self._start) | (tokens >= self._stop)
+        return ((tokens - self._start).masked_fill(self._foreign, 0),)
+
+    def after(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return summed(output.masked_fill(self._foreign.unsqueeze(-1), 0), [self._tp])
+
+
+def _split_heads(attention: Attention, tp: ProcessGroup) -> None:
+    spec, size = attention.spec, tp.size()
+    kv_heads = max(spec.num_kv_heads // size, 1)
+    local = spec.model_copy(update={"num_heads": spec.num_heads // size, "num_kv_heads": kv_heads})
+    attention.inner_attention.spec = local
+    if spec.qk_norm is not None and spec.qk_norm.scope == "full":
+        for name in ("q_norm", "k_norm"):
+            norm = attention.get_submodule(name)
+            assert isinstance(norm, RMSNorm)
+            attention.set_submodule(name, _NormOverRanks(norm, tp))
+
+
+class _NormOverRanks(RMSNorm):
+    """A norm whose channels are spread over ranks, over as many on each. Ranks that share a kv head each count it."""
+
+    def __init__(self, norm: RMSNorm, tp: ProcessGroup):
+        super().__init__(1, norm.eps, offset=norm.offset, weight_in_fp32=norm.weight_in_fp32, weight=False)
+        self.weight = norm.weight
+        self._tp = tp
+
+    def mean_square(self, x_fp32: Tensor) -> Tensor:
+        return spread(summed(super().mean_square(x_fp32), [self._tp]), [self._tp]) / self._tp.size()
+
+
+def _split_experts(experts: InnerExperts, groups: dict[str, ProcessGroup]) -> None:
+    """Each rank computes its experts (or its part of each one's width) for all tokens; the results are summed."""
+    every = list(groups.values())
+    spec, num_local, first = experts.spec, experts.spec.num_experts, 0
+    if "ep" in groups:
+        num_local = spec.num_experts // groups["ep"].size()
+        first = groups["ep"].rank() * num_local
+        experts.spec = spec.model_copy(update={"num_experts": num_local})
+        experts.partial = True
+
+    def before(module: nn.Module, args: tuple[Tensor, Routing]) -> tuple[Tensor, Routing]:
+        x_TD, routing = args
+        own = routing._replace(experts=routing.experts - first, weights=spread(routing.weights, every))
+        return spread(x_TD, every), own
+
+    experts.register_forward_pre_hook(before)
+    experts.register_forward_hook(lambda _, args, output: summed(output, every))
