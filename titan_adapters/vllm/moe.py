@@ -114,12 +114,16 @@ def fused_experts(**options: Any) -> nn.Module:
         if name.startswith("w13") and options.get("activation") == "swigluoai":
             vars(parameter)["weight_loader"] = _interleaving_loader(experts)
         elif name == "w2_bias" and experts.moe_config.tp_rank > 0:
-            vars(parameter)["weight_loader"] = _load_zeros  # it is added before the sum over ranks
+            # It is added before the sum over ranks, so all but the first add zeros.
+            vars(parameter)["weight_loader"] = _loading_zeros(experts.weight_loader)
     return runner
 
 
-def _load_zeros(param: Tensor, *args: Any, **kwargs: Any) -> None:
-    param.data.zero_()
+def _loading_zeros(loader: Callable[..., None]) -> Callable[..., None]:
+    def load(param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        loader(param, torch.zeros_like(loaded_weight), *args, **kwargs)
+
+    return load
 
 
 def _interleaving_loader(experts: RoutedExperts) -> Callable[..., None]:
@@ -218,7 +222,7 @@ class ShardedExperts(nn.Module):
             dim_split = 0 if whole_experts else {"w2": 2}.get(name, 1)
             parameter = local_parameter(tuple(meta.shape), dim_split, rank, meta.dtype, device)
             if name == "b2" and not whole_experts:  # not split, and added before the sum over ranks
-                loader = _load_zeros if rank else default_weight_loader
+                loader = _loading_zeros(default_weight_loader) if rank else default_weight_loader
                 vars(parameter)["weight_loader"] = loader
             setattr(self.local, name, parameter)
 
