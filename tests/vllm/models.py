@@ -122,7 +122,7 @@ class Mixture(Llama):
     @classmethod
     def tiny_configs(cls) -> dict[str, "Config"]:
         plain = ta.MoESpec(
-            num_experts=6, top_k=2, hidden_dim=32, score="softmax", renormalize=True, scaling_factor=1.0, groups=None,
+            num_experts=6, top_k=2, hidden_dim=64, score="softmax", renormalize=True, scaling_factor=1.0, groups=None,
             correction_bias=False, weighs="output", router_dtype="model", router_bias=False, activation="silu",
             gated=True, bias=False, shared=None,
         )  # fmt: skip
@@ -172,6 +172,16 @@ class ReplicatedOutput(Llama):
         planned = ta.decoder_plan(config).rows
         del planned["layers.*.attention.qkv_linear.w[qkv]"]
         return ta.ParallelPlan(planned | {"layers.*.attention.qkv_linear.w[qk]": ta.colwise} | rows)
+
+
+class Skipping(Llama):
+    """Its loop adds the first layer's result to the last one's."""
+
+    model_type = "skipping"
+
+    def run_layers(self, x: Tensor, seq: ta.nn.SequenceInfo, start: int = 0, stop: int | None = None) -> Tensor:
+        first = super().run_layers(x, seq, 0, 1)
+        return first + super().run_layers(first, seq, 1)
 
 
 class Halves(Llama):

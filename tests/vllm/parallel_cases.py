@@ -81,6 +81,7 @@ def tiny(name: str, index: int = 0, **changes: Any) -> tuple[type[ta.BaseTransfo
 
 
 TP2 = {"tensor_parallel_size": 2}
+TP4 = {"tensor_parallel_size": 4}
 PP2 = {"pipeline_parallel_size": 2}
 EP2 = TP2 | {"enable_expert_parallel": True}
 TORCH_EXPERTS = {"additional_config": {"titan_experts": "torch"}}
@@ -89,10 +90,10 @@ FREE = list(FreeAttention.tiny_configs().values())
 MIXTURES = dict(zip(("plain", "shared", "sigmoid", "bias"), Mixture.tiny_configs().values(), strict=True))
 
 
-def one_kv_head(config: Any) -> Any:
-    """All layers of a `FreeAttention` config with one kv head, which two ranks replicate."""
-    specs = tuple(spec.model_copy(update={"num_kv_heads": 1}) for spec in config.specs)
-    return config.model_copy(update={"specs": specs})
+def with_heads(config: Any, num_heads: int, num_kv_heads: int) -> Any:
+    """A `FreeAttention` config with other numbers of heads in all layers."""
+    changed = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return config.model_copy(update={"specs": tuple(spec.model_copy(update=changed) for spec in config.specs)})
 
 
 SKIP = {"load_format": "titan_skip"}
@@ -110,7 +111,7 @@ GROUPS: dict[str, list[Case]] = {
         Case("sinks", FreeAttention, FREE[0], TP2),
         Case("wide values, gated channels", FreeAttention, FREE[3], TP2),
         Case("narrow values, sinks, gated heads, updated", FreeAttention, FREE[4], TP2, extra=update),
-        Case("separate projections, one kv head, updated", FreeAttention, one_kv_head(FREE[4]), TP2, extra=update),
+        Case("separate projections, one kv head, updated", FreeAttention, with_heads(FREE[4], 6, 1), TP2, extra=update),
         Case("own parts", OwnParts, TINY, TP2),
         Case("ungated", Free, list(Free.tiny_configs().values())[1], TP2),
         *(Case(f"{name} experts, fused", Mixture, config, TP2, extra=routing) for name, config in MIXTURES.items()),
@@ -118,10 +119,14 @@ GROUPS: dict[str, list[Case]] = {
         *(Case(f"{name} experts, whole", Mixture, config, EP2, extra=routing) for name, config in MIXTURES.items()),
         Case("whole experts, updated", Mixture, MIXTURES["bias"], EP2 | SKIP, extra=update),
     ],
+    "tp4": [  # two kv heads, each on two ranks
+        Case("olmo2", *tiny("olmo2"), TP4),
+        Case("separate projections, sinks", FreeAttention, with_heads(FREE[4], 4, 2), TP4),
+    ],
     "pp2": [
         Case("llama", *tiny("llama"), PP2),
-        Case("llama, tied", *tiny("llama", 1), PP2 | SKIP),
-        Case("gemma3", *tiny("gemma3_text"), PP2),
+        Case("llama, tied", *tiny("llama", 1), PP2),
+        Case("gemma3", *tiny("gemma3_text"), PP2 | SKIP),
         Case("olmo2", *tiny("olmo2"), PP2),
         Case("mixture", Mixture, MIXTURES["shared"], PP2),
     ],

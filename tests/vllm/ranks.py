@@ -64,7 +64,8 @@ def run(case: Case, folder: Path) -> dict:
     prompts = [random_tokens(model.config, length, seed=length).tolist() for length in case.lengths]
     # Under torchrun, vLLM computes prompt logprobs on every stage, also those without a head.
     one_stage = "pipeline_parallel_size" not in case.options
-    outputs = generate(llm, prompts, max_tokens=4 if one_stage else 8, prompt_logprobs=one_stage)
+    batches = [*([prompt] for prompt in prompts), prompts]  # also steps of very few tokens
+    outputs = [o for batch in batches for o in generate(llm, batch, max_tokens=4, prompt_logprobs=one_stage)]
     return {
         "name": case.name,
         "error": error_against_torch(model, outputs),
