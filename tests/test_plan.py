@@ -94,4 +94,6 @@ def test_installed_models_are_covered_as_megatron_would(cls, config):
     assert styles["tok_embeddings"] is styles["lm_head"] is ta.vocabwise
     norms = {name for name, style in styles.items() if style is ta.replicate}
     assert "norm" in norms and f"{last}.ffn_norm" in norms and all(name.endswith("norm") for name in norms)
-    assert (f"{last}.attention.q_norm" in norms) == (config.attention(0).qk_norm is not None)
+    qk_norm = config.attention(0).qk_norm
+    wanted = {"per_head": ta.replicate, "full": ta.headwise}[qk_norm.scope] if qk_norm else None
+    assert styles.get(f"{last}.attention.q_norm") is styles.get(f"{last}.attention.k_norm") is wanted

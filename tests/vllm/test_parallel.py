@@ -35,14 +35,14 @@ def results(tmp_path_factory) -> Any:
             folder = tmp_path_factory.mktemp(group)
             for case in GROUPS[group]:
                 ta.save_checkpoint(case.model(), folder / case.name)
-            found[group] = run_on_two_ranks(group, folder)
+            found[group] = run_ranks(group, folder)
         return found[group]
 
     return of
 
 
-def run_on_two_ranks(group: str, folder: Any) -> dict[str, Any]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run_ranks(group: str, folder: Any) -> dict[str, Any]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", group[-1]]
     environment = child_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     done = subprocess.run(
         [sys.executable, *torchrun, "-m", "tests.vllm.ranks", group, str(folder)],
@@ -57,8 +57,11 @@ def run_on_two_ranks(group: str, folder: Any) -> dict[str, Any]:
     return {line["name"]: line for line in lines}
 
 
+SLOW = pytest.mark.skipif("TITAN_SLOW_TESTS" not in os.environ, reason="four processes; set TITAN_SLOW_TESTS=1")
 EVERY_CASE = [
-    pytest.param(group, case.name, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases
+    pytest.param(group, case.name, id=f"{group}: {case.name}", marks=SLOW if group == "tp4" else ())
+    for group, cases in GROUPS.items()
+    for case in cases
 ]
 
 
