@@ -105,6 +105,10 @@ def test_installed_models_are_covered_as_megatron_would(cls, config):
         assert styles[f"{here}.attention.wo"] is ta.rowwise
         weights = attention.qk_norm is not None and attention.qk_norm.weight
         assert (f"{here}.attention.q_norm" in styles) == weights
+        if weights and attention.qk_norm.scope == "full":  # each head has weights of its own
+            of_heads = {f"{here}.attention.{p}_norm" for p in "qk"}
+            assert {styles[name] for name in of_heads} == {ta.headwise}
+            small -= of_heads
         assert (styles.get(f"{here}.attention.inner_attention") is ta.headwise) == attention.sinks
         assert f"{here}.ffn_norm" in small
     assert styles["tok_embeddings"] is styles["lm_head"] is ta.vocabwise

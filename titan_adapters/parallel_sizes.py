@@ -1,4 +1,4 @@
-"""Which parallel sizes a model can be run with, from its specs alone: neither torch nor an engine is imported."""
+"""Which parallel sizes a model can be run with, from its specs alone. Imports neither torch nor vllm."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

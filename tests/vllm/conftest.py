@@ -141,7 +141,8 @@ def child_environment(**variables: str) -> dict[str, str]:
     """For a subprocess that is to behave as a user's: vLLM's defaults, and this repository on the path."""
     ours = ("VLLM_ENABLE_V1_MULTIPROCESSING", registry.ENVIRONMENT)
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
-    return inherited | {"PYTHONPATH": str(ROOT)} | variables
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return inherited | {"PYTHONPATH": os.pathsep.join(paths)} | variables
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 Each prints one line of JSON, prefixed with RESULT.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -26,16 +27,24 @@ class OnlyHere(Llama):
     model_type = "only-here"
 
 
-def logprobs(llm) -> list:
-    """[prompt][position][token]: of prompt tokens and of four greedy ones."""
+def sampling():
     import vllm
 
-    sampling = vllm.SamplingParams(
+    return vllm.SamplingParams(
         temperature=0, max_tokens=4, ignore_eos=True, logprobs=-1, prompt_logprobs=-1, detokenize=False
     )
-    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling, use_tqdm=False)
-    rows = [[*output.prompt_logprobs[1:], *output.outputs[0].logprobs] for output in outputs]
-    return [[[row[token].logprob for token in range(len(row))] for row in prompt] for prompt in rows]
+
+
+def logprobs_of(output) -> list:
+    """[position][token]: of prompt tokens and of four greedy ones."""
+    rows = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return [[row[token].logprob for token in range(len(row))] for row in rows]
+
+
+def logprobs(llm) -> list:
+    """`logprobs_of` each prompt."""
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], sampling(), use_tqdm=False)
+    return [logprobs_of(output) for output in outputs]
 
 
 def stock(folder: str) -> dict:
@@ -68,6 +77,36 @@ def in_main(folder: str) -> dict:
     return {"refusal": refusal, "served": len(logprobs(llm))}
 
 
+def parallel(folder: str, options: str) -> dict:
+    """One engine over several processes, which vLLM starts as it does for users."""
+    llm = ta.vllm.LLM(checkpoint=folder, enforce_eager=True, **OPTIONS | json.loads(options))
+    return {"logprobs": logprobs(llm)}
+
+
+def replicas(folder: str) -> dict:
+    """Two engines behind one front end, each of which answers one prompt."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = ta.vllm.engine_args(checkpoint=folder, data_parallel_size=2, enforce_eager=True, **OPTIONS)
+
+    async def last(llm, rank: int):
+        async for output in llm.generate(
+            {"prompt_token_ids": PROMPTS[rank]}, sampling(), f"request-{rank}", data_parallel_rank=rank
+        ):
+            latest = output
+        return latest
+
+    async def all_outputs():
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        outputs = await asyncio.gather(*(last(llm, rank) for rank in range(2)))
+        llm.shutdown()
+        return outputs
+
+    return {"logprobs": [logprobs_of(output) for output in asyncio.run(all_outputs())]}
+
+
 if __name__ == "__main__":
-    script = {"stock": stock, "two_compiled": two_compiled, "in_main": in_main}[sys.argv[1]]
+    scripts = (stock, two_compiled, in_main, parallel, replicas)
+    script = {script.__name__: script for script in scripts}[sys.argv[1]]
     print("RESULT " + json.dumps(script(*sys.argv[2:])), flush=True)

@@ -8,7 +8,7 @@ import pytest
 import titan_adapters as ta
 from tests.conftest import EVERY_MODEL
 from tests.vllm.models import FreeAttention
-from titan_adapters.vllm.honours import HONOURED, unhonoured, unpageable, unsplittable
+from titan_adapters.vllm.honours import HONOURED, unhonoured, unpageable
 
 Llama = ta.get_model("llama")
 
@@ -47,14 +47,3 @@ def test_chunks_are_whole_cache_blocks():
     assert unpageable(config, 32) == [
         "chunk 48 of layers [1, 3] is not a multiple of the KV cache's block_size, 32 tokens"
     ]
-
-
-def test_full_width_qk_norm_is_not_split_over_ranks():
-    olmo = next(iter(ta.get_model("olmo2").tiny_configs().values()))
-    assert unsplittable(olmo, 1) == []
-    assert unsplittable(olmo, 2) == [
-        "qk_norm over all heads of layers [0, 1] takes its statistics over the heads of all ranks; "
-        "use tensor_parallel_size=1"
-    ]
-    qwen = next(iter(ta.get_model("qwen3").tiny_configs().values()))
-    assert unsplittable(qwen, 2) == []

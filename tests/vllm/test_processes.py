@@ -121,7 +121,7 @@ def test_registry_says_what_the_wrapper_can_do(vllm_config):
     info, architecture = ModelRegistry.inspect_model_cls(["TitanForCausalLM"], vllm_config.model_config)
     assert architecture == "TitanForCausalLM"
     assert info.is_text_generation_model and not info.is_pooling_model
-    assert not info.supports_multimodal and not info.supports_pp
+    assert not info.supports_multimodal and info.supports_pp
 
 
 def test_config_pickles_without_our_classes(vllm_config):

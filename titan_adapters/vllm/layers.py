@@ -47,9 +47,9 @@ def local_parameter(
 ) -> nn.Parameter:
     """A parameter, NaN until loaded, whose loader takes slice `index` of the whole tensor along `dim`."""
 
-    def load(parameter: Tensor, whole: Tensor) -> None:
-        size = parameter.shape[dim]
-        parameter.data.copy_(whole.narrow(dim, index * size, size))
+    def load(param: Tensor, loaded_weight: Tensor) -> None:  # a reload passes these by name
+        size = param.shape[dim]
+        param.data.copy_(loaded_weight.narrow(dim, index * size, size))
 
     parameter = nn.Parameter(torch.full(shape, float("nan"), dtype=dtype, device=device), requires_grad=False)
     set_weight_attrs(parameter, {"weight_loader": load})

@@ -212,8 +212,11 @@ class EngineExperts(nn.Module):
         return self.runner(x_TD, torch.cat([routing.weights, routing.experts.float()], dim=-1))
 
 
-def _load_zeros(param: Tensor, *args: Any, **kwargs: Any) -> None:
-    param.data.zero_()
+def _loading_zeros(loader: Callable[..., None]) -> Callable[..., None]:
+    def load(param: Tensor, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:
+        loader(param, torch.zeros_like(loaded_weight), *args, **kwargs)
+
+    return load
 
 
 class ShardedExperts(nn.Module):
@@ -239,7 +242,7 @@ class ShardedExperts(nn.Module):
             dim_split = 0 if whole_experts else {"w2": 2}.get(name, 1)
             parameter = local_parameter(tuple(meta.shape), dim_split, rank, meta.dtype, device)
             if name == "b2" and not whole_experts:  # not split, and added before the sum over ranks
-                loader = _load_zeros if rank else default_weight_loader
+                loader = _loading_zeros(default_weight_loader) if rank else default_weight_loader
                 vars(parameter)["weight_loader"] = loader
             setattr(self.local, name, parameter)
 

@@ -42,8 +42,9 @@ class RoutingRecorder:
         problems = []
         if self._runner.vllm_config.compilation_config.mode != CompilationMode.NONE:
             problems.append("the model is compiled, so that its routers can't be observed: use enforce_eager=True")
-        wanted = set(self._model.backbone.model.config.moe_specs())
-        if not wanted:
+        mixtures, stage = set(self._model.backbone.model.config.moe_specs()), self._model.backbone.stage
+        wanted = {layer for layer in mixtures if stage.start <= layer < stage.stop}
+        if not mixtures:
             problems.append("the model has no mixture of experts")
         found = set()
         for module in self._model.modules():
@@ -131,4 +132,6 @@ def record_routing(llm: "vllm.LLM") -> Iterator[RecordedRouting]:
     try:
         yield recorded
     finally:
-        recorded._experts = llm.collective_rpc("titan_stop_recording")[0]
+        for experts in llm.collective_rpc("titan_stop_recording"):  # each stage has its layers, its ranks have the same
+            for request, layers in experts.items():
+                recorded._experts.setdefault(request, {}).update(layers)

@@ -11,7 +11,7 @@ class TitanWorker:
     titan_recorder: RoutingRecorder
 
     def titan_warm_up(self) -> None:
-        """Run once on dummy tokens, if vLLM has not.
+        """Run once on a dummy token, if vLLM has not.
 
         Eager on the CPU with a KV cache of a given size, vLLM skips its own such run, in which a later pipeline stage
         allocates what it receives.
@@ -20,7 +20,7 @@ class TitanWorker:
 
         runner = self.model_runner  # type: ignore[attr-defined]
         if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
-            runner._dummy_run(runner.max_num_tokens)
+            runner._dummy_run(1)  # allocates for as many as a step may have
 
     def titan_start_recording(self) -> list[str]:
         """Record routings from the next step on. Returns what keeps it from doing so, instead of raising far away."""
