@@ -7,7 +7,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
 from titan_adapters.vllm import layers
-from titan_adapters.vllm.swap import ReplicatedHeads
+from titan_adapters.vllm.moves import ReplicatedHeads
 
 
 @pytest.fixture

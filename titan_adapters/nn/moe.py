@@ -152,13 +152,31 @@ class InnerExperts(nn.Module):
             return rows.masked_fill((expert_R == num_experts)[:, None], 0.0) if self.partial else rows
 
         def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = own(F.grouped_mm(own(rows), weight.transpose(-2, -1), offs=ends_E))
+            rows = own(grouped_mm(own(rows), weight.transpose(-2, -1), ends_E))
             return rows if bias is None else rows + bias[expert_R.clamp(max=num_experts - 1)]
 
         up = None if self.w3 is None else project(rows, self.w3, self.b3)
         rows = project(activate(self.spec, project(rows, self.w1, self.b1), up), self.w2, self.b2)
         rows = own(rows * weight_R1 if self.spec.weighs == "output" else rows.float())
         return torch.zeros_like(x_TD, dtype=torch.float32).index_add(0, token_R, rows)
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """rows [R, D] of group after group, times weight [E, D, F] -> [R, F]; group e ends before row ends[e] (int32)."""
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
+        return _opaque_grouped_mm(rows, weight, ends)
+    return F.grouped_mm(rows, weight, offs=ends)
+
+
+@torch.library.custom_op("titan::grouped_mm", mutates_args=())
+def _opaque_grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same without gradients, for compilers: torch's shape rule for it knows bf16 only (2.11 to 2.13)."""
+    return F.grouped_mm(rows, weight, offs=ends)
+
+
+@_opaque_grouped_mm.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[-1])
 
 
 def activate(spec: MoESpec, gate: Tensor, up: Tensor | None) -> Tensor:

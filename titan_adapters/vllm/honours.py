@@ -11,6 +11,7 @@ from titan_adapters.moe_spec import FeedForwardSpec, MoESpec
 from titan_adapters.spec import Spec
 
 ATTENTION, OWN = "vLLM's attention", "the model's own module"
+NORM_ROPE = "the model's own module; on CUDA our kernel"
 EXPERTS = "vLLM's fused experts, or the model's own"
 ROUTER = "vLLM's router, or the model's own"
 
@@ -25,9 +26,9 @@ HONOURED: dict[type[Spec], dict[str, str]] = {
         "chunk": "vLLM's ChunkedLocalAttention",
         "sinks": ATTENTION,
         "softcap": ATTENTION,
-        "qk_norm": OWN,
+        "qk_norm": NORM_ROPE,
         "biases": "vLLM's linears",
-        "rope": OWN,  # every kind: the table is ours, so are its multipliers
+        "rope": NORM_ROPE,  # every kind: the table is ours, so are its multipliers
         "temperature": OWN,
         "output_gate": "vLLM's ColumnParallelLinear, and the model's own module",
     },

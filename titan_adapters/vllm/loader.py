@@ -14,7 +14,7 @@ from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moe import ExpertShard, write_experts
-from titan_adapters.vllm.swap import ReplicatedHeads, Shard, Swap
+from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap
 
 logger = init_logger("vllm.titan_adapters")
 

@@ -127,7 +127,11 @@ def record_routing(llm: "vllm.LLM") -> Iterator[RecordedRouting]:
     """
     problems = sorted({problem for found in llm.collective_rpc("titan_start_recording") for problem in found})
     if problems:
-        raise EngineError("This engine's routing can't be recorded.", problems, fix="see above.")
+        raise EngineError(
+            "This engine's routing can't be recorded.",
+            problems,
+            fix="start an eager engine of a model with mixtures; under CUDA graphs, enable_return_routed_experts=True.",
+        )
     recorded = RecordedRouting()
     try:
         yield recorded

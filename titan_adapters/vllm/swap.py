@@ -1,11 +1,7 @@
 """The swap: which vLLM layer each planned module of an author's model becomes, and where its weights went."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -40,75 +36,17 @@ from titan_adapters.vllm.moe import (
     EngineExperts,
     EngineMoE,
     EngineSharedExperts,
-    ExpertShard,
     ShardedExperts,
     moved_experts,
     native_routing,
     requested_path,
 )
+from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap, materialise
 from titan_adapters.vllm.norm_rope import EngineNormRope, fusible
 from titan_adapters.vllm.parallel import plan_problems
-from titan_adapters.vllm.stage import Elsewhere, Stage, drop_other_stages
+from titan_adapters.vllm.stage import Stage, drop_other_stages
 
 logger = init_logger("vllm.titan_adapters")
-
-
-@dataclass(frozen=True)
-class ReplicatedHeads:
-    """Each of `num_heads` heads is on `replicas` ranks in a row, so the loader is given it as often."""
-
-    num_heads: int
-    replicas: int
-
-    def repeat(self, whole: Tensor) -> Tensor:
-        return whole.unflatten(0, (self.num_heads, -1)).repeat_interleave(self.replicas, 0).flatten(0, 1)
-
-
-Shard = str | int | ExpertShard | ReplicatedHeads | None
-"""Which part of a packed engine parameter a native one is, or how its heads are spread."""
-
-
-@dataclass
-class Swap:
-    """An author's model whose planned modules have become vLLM's, and where its native weights went."""
-
-    model: BaseTransformer
-    moved: dict[str, tuple[str, Shard]] = field(default_factory=dict)
-    """Native module path -> (engine module path, shard of a packed parameter or None)."""
-    moved_parameters: dict[str, tuple[str, Shard]] = field(default_factory=dict)
-    """The same for single parameters: native name -> (engine name, shard)."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Engine parameter name -> another name under which the same parameter serves."""
-
-    def replace(self, path: str, module: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        setattr(self.model.get_submodule(parent), name, module)
-
-    moe_paths: dict[str, list[str]] = field(default_factory=dict)
-    """How mixtures are computed, in words -> their paths."""
-
-    def target(self, native: str) -> tuple[str, Shard]:
-        """Engine parameter name, relative to the model, and packed shard, of a native parameter name."""
-        if native in self.moved_parameters:
-            return self.moved_parameters[native]
-        module, _, kind = native.rpartition(".")
-        path, shard = self.moved.get(module, (module, None))
-        return (f"{path}.{kind}" if path else kind), shard
-
-    def is_elsewhere(self, native: str) -> bool:
-        """Whether another pipeline stage has this native parameter."""
-        return any(native.startswith(f"{path}.") for path in self._elsewhere)
-
-    @cached_property
-    def _elsewhere(self) -> list[str]:
-        return [path for path, module in self.model.named_modules() if isinstance(module, Elsewhere)]
-
-    def by_module(self, natives: Iterable[str]) -> dict[str, list[str]]:
-        """`natives` by the path of the engine module that they went into."""
-        found: dict[str, list[str]] = {}
-        for native in natives:
-            found.setdefault(self.target(native)[0].rpartition(".")[0], []).append(native)
-        return found
 
 
 def swap_modules(
@@ -176,7 +114,7 @@ def swap_modules(
     if model.config.tied_embeddings and stage.is_last:
         _tie_head(model)
         swap.aliases["tok_embeddings.weight"] = "lm_head.head.weight"
-    _materialise(model, device)
+    materialise(model, device)
     return swap
 
 
@@ -216,7 +154,7 @@ def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, devic
         if module.shared_gate is not None:
             shared = EngineSharedExperts(shared, module.shared_gate)
             moved[f"{path}.shared_gate"] = (f"{path}.shared.gate", None)
-    _materialise(module.router, device)  # vLLM's router takes the bias itself
+    materialise(module.router, device)  # vLLM's router takes the bias itself
     try:
         replacement = EngineMoE(module, path, shared)
     except (ValueError, NotImplementedError):
@@ -309,25 +247,3 @@ def _check_seams(model: BaseTransformer) -> None:
             problems,
             fix="pass q, k and v of every layer through one titan_adapters.nn.InnerAttention(config.attention(i), i).",
         )
-
-
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give meta parameters memory, NaN until loaded, and let buffers rebuild themselves on `device`."""
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                empty = torch.full_like(parameter, float("nan"), device=device)
-                setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        buffers = dict(module.named_buffers(recurse=False))
-        if any(buffer.is_meta for buffer in buffers.values()):
-            module._apply(lambda t: torch.full_like(t, float("nan"), device=device) if t.is_meta else t, recurse=False)
-            lost = [
-                name
-                for name, buffer in module.named_buffers(recurse=False)
-                if name in module._non_persistent_buffers_set and buffer.is_floating_point() and buffer.isnan().all()
-            ]
-            if lost:
-                raise EngineError(
-                    f"{path}: non-persistent buffers {lost} are computed in __init__, which runs on the meta device.",
-                    fix="recompute them in _apply, as titan_adapters.nn.Rope does, or make them persistent.",
-                )
