@@ -60,6 +60,7 @@ def test_exact_types_are_packed_and_planned(start, tmp_path):
         "attention.qkv_linear": "EngineQKVLinear",
         "attention.qkv_linear.packed": "QKVParallelLinear",
         "attention.rope": "Rope",
+        "attention.norm_rope": "NormRope",
         "attention.inner_attention": "EngineAttention",
         "attention.inner_attention.attn": "Attention",
         "attention.wo": "RowParallelLinear",
@@ -106,7 +107,8 @@ def test_a_load_names_exactly_the_engines_parameters(start, unloaded, tmp_path, 
         for parameter in fresh.parameters():
             parameter.fill_(float("nan"))
     written = fresh.load_weights(tensors(folder))
-    assert written == {name for name, _ in fresh.named_parameters()}
+    biases = {name for name, _ in fresh.named_buffers() if name.endswith("correction_bias")}
+    assert written == {name for name, _ in fresh.named_parameters()} | biases
     assert not any(p.isnan().any() for p in fresh.parameters())
     if config.tied_embeddings:
         assert fresh.backbone.model.lm_head.head.weight is fresh.backbone.model.tok_embeddings.weight
