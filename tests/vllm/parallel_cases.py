@@ -43,8 +43,9 @@ def update(llm: Any, model: ta.BaseTransformer, outputs: list) -> list[float]:
 
 def routing(llm: Any, model: ta.BaseTransformer, outputs: list) -> list[dict[int, bool]]:
     """Of every rank, for every recorded layer, whether it chose the experts that the torch model chooses."""
+    llm.reset_prefix_cache()
     with ta.vllm.record_routing(llm) as recorded:
-        again = generate(llm, [output.prompt_token_ids for output in outputs], max_tokens=4)
+        again = generate(llm, [o.prompt_token_ids for o in outputs[-4:]], max_tokens=4, prompt_logprobs=False)
     same: dict[int, bool] = {}
     for output in again:
         tokens = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])[:-1]
@@ -86,6 +87,7 @@ PP2 = {"pipeline_parallel_size": 2}
 EP2 = TP2 | {"enable_expert_parallel": True}
 TORCH_EXPERTS = {"additional_config": {"titan_experts": "torch"}}
 
+MOE_FAMILIES = ("gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral", "olmoe", "llama4_text")
 FREE = list(FreeAttention.tiny_configs().values())
 MIXTURES = dict(zip(("plain", "shared", "sigmoid", "bias"), Mixture.tiny_configs().values(), strict=True))
 
@@ -113,6 +115,8 @@ GROUPS: dict[str, list[Case]] = {
         Case("narrow values, sinks, gated heads, updated", FreeAttention, FREE[4], TP2, extra=update),
         Case("separate projections, one kv head, updated", FreeAttention, with_heads(FREE[4], 6, 1), TP2, extra=update),
         Case("own parts", OwnParts, TINY, TP2),
+        *(Case(name, *tiny(name), TP2) for name in MOE_FAMILIES),
+        *(Case(f"{name}, whole experts", *tiny(name), EP2) for name in MOE_FAMILIES),
         Case("ungated", Free, list(Free.tiny_configs().values())[1], TP2),
         *(Case(f"{name} experts, fused", Mixture, config, TP2, extra=routing) for name, config in MIXTURES.items()),
         *(Case(f"{name} experts, torch", Mixture, config, TP2 | TORCH_EXPERTS) for name, config in MIXTURES.items()),
@@ -128,7 +132,9 @@ GROUPS: dict[str, list[Case]] = {
         Case("llama, tied", *tiny("llama", 1), PP2),
         Case("gemma3", *tiny("gemma3_text"), PP2 | SKIP),
         Case("olmo2", *tiny("olmo2"), PP2),
-        Case("mixture", Mixture, MIXTURES["shared"], PP2),
+        Case("qwen3_moe", *tiny("qwen3_moe"), PP2),
+        Case("gpt_oss", *tiny("gpt_oss"), PP2),
+        Case("mixture", Mixture, MIXTURES["shared"], PP2, extra=routing),
     ],
 }
 """By what is passed to torchrun: the sizes of a group are the same for all of its engines."""

@@ -13,11 +13,12 @@ pytest.importorskip("vllm", exc_type=ImportError)
 import titan_adapters as ta
 from tests.conftest import random_model, titan_error_text
 from tests.vllm.conftest import ROOT, child_environment
+from tests.vllm.conftest import TINY as TINY_ENGINE
 from tests.vllm.models import TINY, FreeAttention, Llama, Mixture, ReplicatedOutput, Skipping
 from tests.vllm.parallel_cases import GROUPS, MIXTURES
 from tests.vllm.test_processes import assert_computed_by, run
 from titan_adapters.contract import meta_model
-from titan_adapters.vllm import engine_args, parallel
+from titan_adapters.vllm import engine_args, parallel, wrapper
 from titan_adapters.vllm.parallel import Parallel, plan_problems, share_cores
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("no_registrations_left")]
@@ -131,6 +132,10 @@ def test_every_rank_records_the_routing(results, name, how):
     assert results("tp2")[f"{name} experts, {how}"]["extra"] == [layers, layers]
 
 
+def test_each_stage_records_the_routing_of_its_layers(results):
+    assert results("pp2")["mixture"]["extra"] == [{"0": True}, {"1": True}]
+
+
 def test_each_stage_has_its_layers(results):
     def parts(name: str) -> list[set[str]]:
         return [{".".join(p.split(".")[:2]) for p in rank} for rank in shapes(results, "pp2", name)]
@@ -185,6 +190,16 @@ def test_sizes_are_refused_with_the_legal_ones():
     assert "data_parallel_size 2 with mixtures of experts" in text
 
 
+def test_sizes_are_refused_by_the_workers_too(tmp_path, monkeypatch):
+    """Whatever started them. Only the sizes are pretended here."""
+    ta.save_checkpoint(random_model(Llama, TINY), tmp_path / "checkpoint")
+    pretended = Parallel.from_arguments({"tensor_parallel_size": 3})
+    monkeypatch.setattr(Parallel, "from_vllm", lambda _: pretended)
+    monkeypatch.setattr(wrapper, "swap_modules", None)
+    text = refusal(ta.vllm.LLM, checkpoint=tmp_path / "checkpoint", **TINY_ENGINE)
+    assert "hidden_dim 80 of layers [0, 1, 2] is not divisible by tensor_parallel_size 3; legal sizes: 1, 2" in text
+
+
 def test_tokens_are_not_split_at_inference():
     text = sizes_refused(Llama, TINY, tensor_parallel_size=2, decode_context_parallel_size=2)
     assert "context parallelism over 2 ranks" in text
@@ -232,7 +247,7 @@ def test_a_plan_whose_rows_contradict_each_other():
 
 def test_cores_are_shared_unless_the_user_says_how(monkeypatch):
     two, one = (Parallel.from_arguments({"tensor_parallel_size": size}) for size in (2, 1))
-    monkeypatch.setattr(parallel, "_shared", None)
+    monkeypatch.setattr(parallel, "_set_by_us", None)
     monkeypatch.setattr(parallel, "NODES", ROOT / "nowhere")
     monkeypatch.setattr(parallel, "_first_sibling", lambda core: core // 2 * 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))

@@ -33,6 +33,8 @@ def engine_args(
 ) -> dict[str, Any]:
     """Keyword arguments for `vllm.LLM` or `vllm.EngineArgs`, after everything cheap has been checked.
 
+    For several ranks on a CPU without as many NUMA nodes, also sets VLLM_CPU_OMP_THREADS_BIND, unless it is set.
+
     Args:
         model: Registered name, `"pkg.module:Class"`, or class. May be left out if `checkpoint` names it.
         config: May be left out if `checkpoint` has it; otherwise the two must agree.

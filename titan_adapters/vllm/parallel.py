@@ -113,9 +113,11 @@ def plan_problems(model: BaseTransformer, styles: dict[str, Style], tp: int) -> 
         if path in styles and styles[path] is not wanted:
             problems.append(f"{path} is planned {styles[path]}, {wanted} is needed: {why}")
 
+    heads: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, QKVLinear):
             for name in ("wq", "wk", "wv"):
+                heads.add(f"{path}.{name}")  # which are split by head, or replicated
                 expect(f"{path}.{name}", colwise, "each rank's attention has its own heads")
         elif isinstance(module, InnerAttention):
             expect(path, headwise, "each rank's attention has its own heads")
@@ -135,7 +137,7 @@ def plan_problems(model: BaseTransformer, styles: dict[str, Style], tp: int) -> 
             expect(path, expertwise, "a rank holds a part of every expert, or whole ones")
         elif isinstance(module, Router):
             expect(f"{path}.gate", replicate, "every rank routes every token")
-        elif isinstance(module, nn.Linear) and module is not model.lm_head:
+        elif isinstance(module, nn.Linear) and module is not model.lm_head and path not in heads:
             split = {colwise: module.out_features, rowwise: module.in_features}.get(styles[path], 0)
             if split % tp:
                 problems.append(f"{path} is planned {styles[path]}, but {split} is not divisible by {tp}")
@@ -148,7 +150,7 @@ def _serves(full: bool) -> str:
     return "one channel of one head" if full else "all heads"
 
 
-_shared: str | None = None
+_set_by_us: str | None = None
 """What `share_cores` last set, to tell it from a user's own setting."""
 
 
@@ -157,14 +159,14 @@ def share_cores(parallel: Parallel) -> None:
 
     Sets `VLLM_CPU_OMP_THREADS_BIND` for the processes that this one will start, unless a user has set it.
     """
-    global _shared
+    global _set_by_us
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or os.environ.get(THREADS) != _shared:
+    if not current_platform.is_cpu() or os.environ.get(THREADS) != _set_by_us:
         return
-    if _shared is not None:  # meant for an earlier engine
+    if _set_by_us is not None:  # meant for an earlier engine
         del os.environ[THREADS]
-        _shared = None
+        _set_by_us = None
     cores = sorted({_first_sibling(core) for core in os.sched_getaffinity(0)})
     nodes = [n for n in NODES.glob("node[0-9]*") if any((n / f"cpu{core}").exists() for core in cores)]
     if parallel.world_size == 1 or len(nodes) >= parallel.world_size:
@@ -173,9 +175,9 @@ def share_cores(parallel: Parallel) -> None:
 
     each = len(cores) // parallel.world_size
     shares = [cores[rank * each : (rank + 1) * each] for rank in range(parallel.world_size)]
-    _shared = "|".join(",".join(map(str, share)) for share in shares) if each else "nobind"
-    os.environ[THREADS] = _shared
-    init_logger("vllm.titan_adapters").info("Ranks share the cores: %s=%s", THREADS, _shared)
+    _set_by_us = "|".join(",".join(map(str, share)) for share in shares) if each else "nobind"
+    os.environ[THREADS] = _set_by_us
+    init_logger("vllm.titan_adapters").info("Ranks share the cores: %s=%s", THREADS, _set_by_us)
 
 
 def _first_sibling(core: int) -> int:

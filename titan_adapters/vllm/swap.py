@@ -94,7 +94,7 @@ def swap_modules(
         elif type(module) is NormRope and fusible(module.spec):
             replacement = EngineNormRope(module.spec)
         elif type(module) is MoE:
-            replacement = _swap_moe(swap, module, path, vllm_config, device)
+            replacement = _swap_moe(swap, module, path, styles, vllm_config, device)
         elif type(module) is InnerExperts:
             replacement = _swap_experts(swap, module, path, vllm_config, device)
         elif isinstance(module, Router):
@@ -136,7 +136,9 @@ def _swap_full_norms(swap: Swap, device: torch.device) -> None:
             swap.replace(f"{path}.{name}", EngineNorm(norm, num_heads, spec.head_dim, device))
 
 
-def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, device: torch.device) -> nn.Module | None:
+def _swap_moe(
+    swap: Swap, module: MoE, path: str, styles: dict[str, Style], vllm_config: VllmConfig, device: torch.device
+) -> nn.Module | None:
     """The mixture over vLLM's fused experts, or None to swap its parts."""
     shared: nn.Module | None = module.shared_experts
     own_parts = type(module.router) is not Router or type(module.experts) is not InnerExperts
@@ -144,8 +146,10 @@ def _swap_moe(swap: Swap, module: MoE, path: str, vllm_config: VllmConfig, devic
         return None
     moved: dict[str, tuple[str, Shard]] = {}
     if shared is not None:
-        # A bias would be in the sum over ranks once for each.
-        if type(shared) is not FeedForward or shared.w3 is None or shared.spec.bias:
+        # With a bias, the sum over ranks would hold it once for each.
+        if type(shared) is not FeedForward or shared.spec.bias:
+            return None
+        if not _packs_gate(shared, styles, f"{path}.shared_experts"):
             return None
         shared = EngineFeedForward(shared, f"{path}.shared_experts", reduce_results=False)
         where = f"{path}.shared" if module.shared_gate is None else f"{path}.shared.feed_forward"
