@@ -51,7 +51,7 @@ def run_ranks(group: str, folder: Any) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     lines = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-3000:] + done.stderr[-6000:]
