@@ -21,7 +21,7 @@ from titan_adapters.nn import (
     RMSNorm,
     Router,
 )
-from titan_adapters.plan import Style, colwise, replicate, rowwise, vocabwise
+from titan_adapters.plan import Style, colwise, partwise, replicate, rowwise, vocabwise
 from titan_adapters.vllm.layers import (
     EngineAttention,
     EngineFeedForward,
@@ -146,7 +146,7 @@ def _swap_moe(
         return None
     moved: dict[str, tuple[str, Shard]] = {}
     if shared is not None:
-        # With a bias, the sum over ranks would hold it once for each.
+        # A bias would be in the sum over ranks once for each.
         if type(shared) is not FeedForward or shared.spec.bias:
             return None
         if not _packs_gate(shared, styles, f"{path}.shared_experts"):
@@ -225,7 +225,13 @@ def _planned_layer(module: nn.Module, style: Style, path: str, replicas: int, *,
         return None
     if is_head and style is vocabwise:
         return EngineHead(module, path)
-    kinds = {colwise: ColumnParallelLinear, rowwise: RowParallelLinear, replicate: ReplicatedLinear}
+    # What is partwise is whole on every rank; it differs from replicate only in its gradients.
+    kinds = {
+        colwise: ColumnParallelLinear,
+        rowwise: RowParallelLinear,
+        replicate: ReplicatedLinear,
+        partwise: ReplicatedLinear,
+    }
     if style not in kinds:
         raise EngineError(f"{path}: only lm_head can be {style}.", fix="plan it colwise, rowwise or replicate.")
     size = (module.in_features, module.out_features * replicas)
