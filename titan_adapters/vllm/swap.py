@@ -158,6 +158,9 @@ def _swap_moe(
         if module.shared_gate is not None:
             shared = EngineSharedExperts(shared, module.shared_gate)
             moved[f"{path}.shared_gate"] = (f"{path}.shared.gate", None)
+    if module.spec.router_dtype == "model":  # in fp32, the router multiplies by the weight itself
+        gate = module.router.gate
+        module.router.gate = _planned_layer(gate, replicate, f"{path}.router.gate", 1, is_head=False)  # type: ignore
     materialise(module.router, device)  # vLLM's router takes the bias itself
     try:
         replacement = EngineMoE(module, path, shared)
