@@ -5,7 +5,8 @@ what crosses ranks is in hooks around the modules that the plan names (`styles`)
 """
 
 from titan_adapters.parallel.dry_run import DryRun, PlannedTensor, dry_run
+from titan_adapters.parallel.init_weights import init_weights
 from titan_adapters.parallel.parallelize import parallelize
 from titan_adapters.parallel.replicas import check_replicas
 
-__all__ = ["DryRun", "PlannedTensor", "check_replicas", "dry_run", "parallelize"]
+__all__ = ["DryRun", "PlannedTensor", "check_replicas", "dry_run", "init_weights", "parallelize"]

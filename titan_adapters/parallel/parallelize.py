@@ -35,8 +35,9 @@ def parallelize(
     `model(tokens)` returns; ranks along "fsdp" are given different ones, and gradients are averaged over them.
 
     With "tp" or "ep", parameters become DTensors on those axes, whose values are the first rank's; "fsdp" takes each
-    rank's own values, so seed all ranks alike. A model on the meta device stays there: let `load_checkpoint`
-    materialise and fill it. `save_checkpoint` and `load_checkpoint` work on a parallel model.
+    rank's own values, so seed all ranks alike. A model on the meta device stays there: let `load_checkpoint` or
+    `titan_adapters.parallel.init_weights` materialise and fill it. `save_checkpoint` and `load_checkpoint` work on a
+    parallel model.
 
     To recompute layers in the backward pass, call `torch.utils.checkpoint.checkpoint(layer, x, seq)` from outside: a
     layer's parameters are plain tensors only while its `__call__` runs.

@@ -17,7 +17,10 @@ class TitanWorker:
         allocates what it receives.
         """
         from vllm.distributed import get_pp_group
+        from vllm.platforms import current_platform
 
+        if not current_platform.is_cpu():
+            return
         runner = self.model_runner  # type: ignore[attr-defined]
         if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
             runner._dummy_run(1)  # allocates for as many as a step may have
