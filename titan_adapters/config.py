@@ -6,6 +6,7 @@ has a default: an author states every one of them. Imports neither torch nor vll
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -20,6 +21,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 PerLayer = Annotated[tuple[T, ...], "per layer"]
 """Type of a config field with one value per layer; another number of values is an error."""
+
+
+def layers_by_value(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
+    """Layers that share a value, from (value, layer) pairs; for messages that name the layers concerned."""
+    found: dict[T, list[int]] = {}
+    for value, layer in pairs:
+        found.setdefault(value, []).append(layer)
+    return found
 
 
 class RMSNormSpec(Spec):

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
-from titan_adapters.config import TransformerConfig
-
-T = TypeVar("T")
+from titan_adapters.config import TransformerConfig, layers_by_value
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ def size_problems(config: TransformerConfig, tp: int = 1, pp: int = 1, ep: int =
     """
     problems = []
     if found := _tensor_problems(config, tp, ep):
-        legal = _listed(size for size in range(1, _most_heads(config) + 1) if not _tensor_problems(config, size, ep))
+        legal = listed(size for size in range(1, _most_heads(config) + 1) if not _tensor_problems(config, size, ep))
         problems += [f"{problem} tensor_parallel_size {tp}; legal sizes: {legal}" for problem in found]
     if not 1 <= pp <= config.num_layers:
         problems.append(
@@ -39,12 +36,12 @@ def size_problems(config: TransformerConfig, tp: int = 1, pp: int = 1, ep: int =
             f"legal sizes: 1 to {config.num_layers}"
         )
     if ep != 1:
-        counts = _by_value((spec.num_experts, layer) for layer, spec in config.moe_specs().items())
+        counts = layers_by_value((spec.num_experts, layer) for layer, spec in config.moe_specs().items())
         if not counts:
             problems.append("expert parallelism is asked for, but no layer is a mixture of experts")
         problems += [
             f"num_experts {count} of layers {layers} is not divisible by {ep} expert-parallel ranks; "
-            f"legal sizes: {_listed(size for size in range(1, count + 1) if count % size == 0)}"
+            f"legal sizes: {listed(size for size in range(1, count + 1) if count % size == 0)}"
             for count, layers in counts.items()
             if ep < 1 or count % ep
         ]
@@ -68,10 +65,10 @@ def _most_heads(config: TransformerConfig) -> int:
 def _tensor_problems(config: TransformerConfig, tp: int, ep: int) -> list[str]:
     """Quantities that `tp` ranks can't share, each a sentence up to the size itself."""
     problems = []
-    for (name, value), layers in _by_value(_widths(config, ep)).items():
+    for (name, value), layers in layers_by_value(_widths(config, ep)).items():
         if tp < 1 or value % tp:
             problems.append(f"{name} {value} of layers {layers} is not divisible by")
-    kv_heads = _by_value((spec.num_kv_heads, layer) for layer, spec in enumerate(config.attention_specs()))
+    kv_heads = layers_by_value((spec.num_kv_heads, layer) for layer, spec in enumerate(config.attention_specs()))
     for count, layers in kv_heads.items():
         if tp >= 1 and count % tp and tp % count:
             problems.append(f"num_kv_heads {count} of layers {layers} neither divides nor is divisible by")
@@ -91,12 +88,6 @@ def _widths(config: TransformerConfig, ep: int) -> Iterator[tuple[tuple[str, int
             yield ("hidden_dim of shared experts", moe.shared.feed_forward.hidden_dim), layer
 
 
-def _by_value(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
-    found: dict[T, list[int]] = {}
-    for value, layer in pairs:
-        found.setdefault(value, []).append(layer)
-    return found
-
-
-def _listed(sizes: Iterable[int]) -> str:
+def listed(sizes: Iterable[int]) -> str:
+    """For messages."""
     return ", ".join(map(str, sizes))

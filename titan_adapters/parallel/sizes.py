@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import PlanError
-from titan_adapters.parallel_sizes import legal_sizes, size_problems
+from titan_adapters.parallel_sizes import legal_sizes, listed, size_problems
 
 
 def check_sizes(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
@@ -20,9 +20,5 @@ def check_sizes(config: TransformerConfig, sizes: Mapping[str, int]) -> None:
         raise PlanError(
             f"This model can't be split over {', '.join(f'{axis} {sizes[axis]}' for axis in sizes)}.",
             problems,
-            fix="legal sizes: " + "; ".join(f"{axis} {_listed(legal[axis])}" for axis in sizes) + ".",
+            fix="legal sizes: " + "; ".join(f"{axis} {listed(legal[axis])}" for axis in sizes) + ".",
         )
-
-
-def _listed(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes))

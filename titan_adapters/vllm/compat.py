@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_adapters.config import TransformerConfig
+from titan_adapters.config import TransformerConfig, layers_by_value
 
 
 def platform_problems(config: TransformerConfig) -> list[str]:
@@ -21,14 +21,14 @@ def platform_problems(config: TransformerConfig) -> list[str]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     supported = CPUAttentionBackend.get_supported_head_sizes()
-    layers: dict[str, list[int]] = {}
-    for layer, spec in enumerate(config.attention_specs()):
-        name = "head_dim" if spec.head_dim >= spec.v_head_dim else "v_head_dim"  # the smaller one is filled up
-        if getattr(spec, name) not in supported:
-            layers.setdefault(f"{name} {getattr(spec, name)}", []).append(layer)
+    wider = [  # the smaller of the two is filled up
+        ("head_dim", spec.head_dim) if spec.head_dim >= spec.v_head_dim else ("v_head_dim", spec.v_head_dim)
+        for spec in config.attention_specs()
+    ]
+    unsupported = ((size, layer) for layer, size in enumerate(wider) if size[1] not in supported)
     return [
-        f"{what} of layers {ids} is not supported by vLLM's CPU attention (supported: {supported})"
-        for what, ids in layers.items()
+        f"{name} {size} of layers {ids} is not supported by vLLM's CPU attention (supported: {supported})"
+        for (name, size), ids in layers_by_value(unsupported).items()
     ]
 
 

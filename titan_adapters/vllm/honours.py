@@ -6,7 +6,7 @@ So a field that is added to a spec is refused until somebody has looked after it
 from collections.abc import Iterator
 from typing import Any
 
-from titan_adapters.config import AttentionSpec, TransformerConfig
+from titan_adapters.config import AttentionSpec, TransformerConfig, layers_by_value
 from titan_adapters.moe_spec import FeedForwardSpec, MoESpec
 from titan_adapters.spec import Spec
 
@@ -60,11 +60,12 @@ HONOURED: dict[type[Spec], dict[str, str]] = {
 
 def unhonoured(config: TransformerConfig) -> list[str]:
     """Fields in use that the engine would ignore, each with the layers concerned."""
-    found: dict[str, list[int]] = {}
-    for layer in range(config.num_layers):
-        for spec in (config.attention(layer), config.feed_forward(layer)):
-            for name, value in _in_use(spec):
-                found.setdefault(f"{name} = {value!r}", []).append(layer)
+    found = layers_by_value(
+        (f"{name} = {value!r}", layer)
+        for layer in range(config.num_layers)
+        for spec in (config.attention(layer), config.feed_forward(layer))
+        for name, value in _in_use(spec)
+    )
     problems = [f"{what} of layers {layers} is not honoured by vLLM's engine" for what, layers in found.items()]
     for name in ("window", "sinks", "softcap"):
         both = [i for i, s in enumerate(config.attention_specs()) if s.chunk is not None and getattr(s, name)]
@@ -85,10 +86,8 @@ def _in_use(spec: Spec) -> Iterator[tuple[str, Any]]:
 
 def unpageable(config: TransformerConfig, block_size: int) -> list[str]:
     """What can't be cached in blocks of `block_size` tokens: vLLM gives each chunk whole blocks."""
-    layers: dict[int, list[int]] = {}
-    for layer, spec in enumerate(config.attention_specs()):
-        if spec.chunk is not None and spec.chunk % block_size:
-            layers.setdefault(spec.chunk, []).append(layer)
+    chunks = ((spec.chunk, layer) for layer, spec in enumerate(config.attention_specs()) if spec.chunk is not None)
+    layers = layers_by_value((chunk, layer) for chunk, layer in chunks if chunk % block_size)
     return [
         f"chunk {chunk} of layers {ids} is not a multiple of the KV cache's block_size, {block_size} tokens"
         for chunk, ids in layers.items()
