@@ -114,6 +114,15 @@ class BaseTransformer(nn.Module):
         raise NotImplementedError
 
 
+def slots_elsewhere(config: TransformerConfig, *, is_first: bool, is_last: bool) -> list[str]:
+    """Slots that a pipeline stage does not have, beside layers. A tied head needs the embedding on the last stage too.
+
+    What an author added beside the four slots is on every stage.
+    """
+    has_embedding = is_first or (is_last and config.tied_embeddings)
+    return ([] if has_embedding else ["tok_embeddings"]) + ([] if is_last else ["norm", "lm_head"])
+
+
 REQUIRED = ("parallel_plan", "state_dict_adapter")
 CALLED_BY_ENGINE = ("embed", "run_layers", "compute_logits", "forward")
 

@@ -25,8 +25,8 @@ from titan_adapters.checkpoint.identity import (
     write_identity,
 )
 from titan_adapters.checkpoint.sharded import (
-    device_of,
     is_sharded,
+    materialised,
     own_class,
     save_dcp,
     whole_tensors,
@@ -70,9 +70,7 @@ def load_checkpoint(
     produced = check_weights(weights, adapter, expected)
     if not cast:
         _check_dtypes(produced, {name: tensor.dtype for name, tensor in expected.items()})
-    if any(tensor.is_meta for tensor in expected.values()):
-        model.to_empty(device=device_of(expected))
-    targets = native_tensors(model)
+    targets = materialised(model)
     for name, tensor in adapter.session("to_native").convert(weights.tensors(progress), partial=False):
         write_part(targets[name], tensor)
 

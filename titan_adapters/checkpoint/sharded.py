@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from titan_adapters.checkpoint.folder import atomic_folder
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import CheckpointError
+from titan_adapters.state_dict import native_tensors
 
 Rows = Iterator[tuple[str, Tensor]]
 Prepare = Callable[[Path], None]
@@ -33,6 +34,15 @@ def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
 def device_of(tensors: Mapping[str, Tensor]) -> str:
     """Where to materialise them: on their mesh's kind of device, otherwise on the CPU."""
     return next((t.device_mesh.device_type for t in tensors.values() if isinstance(t, DTensor)), "cpu")
+
+
+def materialised(model: BaseTransformer) -> dict[str, Tensor]:
+    """The native tensors of `model`, which is given memory if it is on the meta device."""
+    tensors = native_tensors(model)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        model.to_empty(device=device_of(tensors))
+        tensors = native_tensors(model)
+    return tensors
 
 
 def write_part(target: Tensor, whole: Tensor) -> None:

@@ -109,6 +109,10 @@ class InnerExperts(nn.Module):
         """Whether rows of D and of F entries are multiples of 16 bytes, as grouped matmuls need them."""
         return not any(width * dtype.itemsize % 16 for width in self.w1.shape[1:])
 
+    def use_static_kernel(self) -> None:
+        """Take the kernel whose shapes the routing doesn't change, which graphs can capture, if the widths allow it."""
+        self.kernel = "grouped" if self.groupable(self.w1.dtype) else "loop"
+
     def _loop(self, x_TD: Tensor, routing: Routing) -> Tensor:
         out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
         for expert in range(self.spec.num_experts):

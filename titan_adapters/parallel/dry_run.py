@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from titan_adapters.config import TransformerConfig
-from titan_adapters.contract import BaseTransformer, meta_model
+from titan_adapters.contract import BaseTransformer, meta_model, slots_elsewhere
 from titan_adapters.errors import PlanError
 from titan_adapters.parallel.parallelize import parallelize
 from titan_adapters.parallel.sizes import check_sizes
@@ -115,13 +115,12 @@ def stage_layers(num_layers: int, pp: int) -> list[range]:
 
 
 def _of_stage(names: Mapping[str, Shape], config: TransformerConfig, stage: int, pp: int) -> Iterator[str]:
-    """Names on `stage`: its layers; the embedding on the first, norm and head on the last; anything else on all."""
+    """Names on `stage`: its layers, and what is not in a slot that is elsewhere."""
     layers = stage_layers(config.num_layers, pp)[stage]
-    first, last = stage == 0, stage == pp - 1
-    slots = {"tok_embeddings": first or (last and config.tied_embeddings), "norm": last, "lm_head": last}
+    elsewhere = slots_elsewhere(config, is_first=stage == 0, is_last=stage == pp - 1)
     for name in names:
         slot, _, rest = name.partition(".")
-        if int(rest.partition(".")[0]) in layers if slot == "layers" else slots.get(slot, True):
+        if int(rest.partition(".")[0]) in layers if slot == "layers" else slot not in elsewhere:
             yield name
 
 

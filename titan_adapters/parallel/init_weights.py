@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_adapters.checkpoint.sharded import device_of, own_class, write_part
+from titan_adapters.checkpoint.sharded import materialised, own_class, write_part
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.state_dict import native_tensors
 
@@ -16,9 +16,6 @@ def init_weights(model: BaseTransformer, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         whole = native_tensors(own_class(model)(model.config))
-    targets = native_tensors(model)
-    if any(tensor.is_meta for tensor in targets.values()):
-        model.to_empty(device=device_of(targets))
-        targets = native_tensors(model)
+    targets = materialised(model)
     for name, tensor in whole.items():
         write_part(targets[name], tensor.to(targets[name].device))

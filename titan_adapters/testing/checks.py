@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_adapters.checkpoint import Identity, load_model, open_weights, save_checkpoint, write_identity
+from titan_adapters.checkpoint.api import stored_dtypes
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.errors import ConfigError
@@ -106,11 +107,11 @@ def checkpoint_round_trip(case: Case) -> str:
         path = Path(folder) / "checkpoint"
         save_checkpoint(case.model, path, max_shard_bytes=50_000, cast=True)
         loaded = load_model(path, dtype=torch.float32)
-        stored = getattr(torch, case.config.dtype)
+        stored = stored_dtypes(case.cls, case.config)
         wrong = [
             name
             for name, tensor in native_tensors(loaded).items()
-            if not torch.equal(tensor, native_tensors(case.model)[name].to(stored).float())
+            if not torch.equal(tensor, native_tensors(case.model)[name].to(stored[name]).float())
         ]
         assert not wrong, f"not bitwise: {', '.join(wrong)}"
         if case.config.tied_embeddings:
@@ -152,8 +153,7 @@ def attention_only_through_seam(case: Case) -> str:
     seams, layers = list(found), sorted(module.layer for module in found.values())
     assert layers == list(range(case.config.num_layers)), f"seams are there for layers {layers}"
     for path in seams:
-        parent, _, name = path.rpartition(".")
-        setattr(cut.get_submodule(parent), name, Cut())
+        cut.set_submodule(path, Cut())
     tokens = case.tokens(LENGTH)
     changed = tokens.clone()
     changed[0] = (changed[0] + 1) % case.config.vocab_size

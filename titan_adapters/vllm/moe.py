@@ -52,9 +52,9 @@ def requested_path(vllm_config: VllmConfig) -> Path:
 
 def native_routing(spec: MoESpec) -> dict[str, Any] | None:
     """Arguments with which vLLM's own router computes `spec`; None if it has none that does."""
-    deepseek = spec.groups is None or spec.groups.score == ("top2_sum" if spec.correction_bias else "max")
+    deepseek = spec.correction_bias and (spec.groups is None or spec.groups.score == "top2_sum")
     # On the CPU vLLM leaves out the guard against sigmoids that are all zero.
-    if spec.score == "sigmoid" and spec.correction_bias and deepseek and not current_platform.is_cpu():
+    if spec.score == "sigmoid" and deepseek and not current_platform.is_cpu():
         groups = (1, 1) if spec.groups is None else (spec.groups.num_groups, spec.groups.top_groups)
         return {
             "use_grouped_topk": True,
@@ -236,7 +236,7 @@ class ShardedExperts(nn.Module):
         self.first_expert = rank * size if whole_experts else 0
         with torch.device("meta"):
             self.local = InnerExperts(dim, spec.model_copy(update={field: size}))
-        self.local.kernel = "grouped" if self.local.groupable(module.w1.dtype) else "loop"
+        self.local.use_static_kernel()
         self.local.partial = whole_experts
         for name, meta in list(self.local.named_parameters()):
             dim_split = 0 if whole_experts else {"w2": 2}.get(name, 1)

@@ -42,10 +42,6 @@ class Swap:
     moe_paths: dict[str, list[str]] = field(default_factory=dict)
     """How mixtures are computed, in words -> their paths."""
 
-    def replace(self, path: str, module: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        setattr(self.model.get_submodule(parent), name, module)
-
     def target(self, native: str) -> tuple[str, Shard]:
         """Engine parameter name, relative to the model, and packed shard, of a native parameter name."""
         if native in self.moved_parameters:
@@ -68,6 +64,15 @@ class Swap:
         for native in natives:
             found.setdefault(self.target(native)[0].rpartition(".")[0], []).append(native)
         return found
+
+
+def moved_feed_forward(native: str, engine: str) -> dict[str, tuple[str, Shard]]:
+    """Where the linears of the `FeedForward` at `native` are in the `EngineFeedForward` at `engine`."""
+    return {
+        f"{native}.w1": (f"{engine}.w13", 0),
+        f"{native}.w3": (f"{engine}.w13", 1),
+        f"{native}.w2": (f"{engine}.w2", None),
+    }
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

@@ -33,12 +33,8 @@ def fusible(spec: AttentionSpec) -> bool:
     return powers and (norm is None or (norm.scope == "per_head" and norm.weight and not norm.after_rope))
 
 
-class EngineNormRope(nn.Module):
+class EngineNormRope(NormRope):
     """`NormRope` as one kernel."""
-
-    def __init__(self, spec: AttentionSpec):
-        super().__init__()
-        self.torch = NormRope(spec)
 
     def forward(
         self,
@@ -47,10 +43,10 @@ class EngineNormRope(nn.Module):
         positions: Tensor,
         q_norm: nn.Module | None,
         k_norm: nn.Module | None,
-        rope: nn.Module | None,
+        rope: Rope | None,
     ) -> tuple[Tensor, Tensor]:
         if type(rope) is not Rope or {type(q_norm), type(k_norm)} - {RMSNorm, type(None)}:
-            return self.torch(q, k, positions, q_norm, k_norm, rope)  # an author's own parts
+            return super().forward(q, k, positions, q_norm, k_norm, rope)  # an author's own parts
         table, interleaved = rope.cos_sin, rope.spec.layout == "interleaved"
         if not (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm)):
             return norm_rope(q, k, None, None, table, positions, 0.0, 0.0, False, interleaved)

@@ -7,7 +7,7 @@ from torch import nn
 from vllm.distributed import get_pp_group
 from vllm.distributed.utils import get_pp_indices
 
-from titan_adapters.contract import BaseTransformer
+from titan_adapters.contract import BaseTransformer, slots_elsewhere
 from titan_adapters.errors import EngineError
 
 
@@ -36,15 +36,8 @@ class Elsewhere(nn.Module):
 
 
 def drop_other_stages(model: BaseTransformer, stage: Stage) -> None:
-    """Leave of `model` (on the meta device) what `stage` computes.
-
-    Layers keep their global indices. A tied head needs the embedding's weight, so the last stage keeps that too. What
-    an author added beside the four slots is kept on every stage.
-    """
+    """Leave of `model` (on the meta device) what `stage` computes. Layers keep their global indices."""
     elsewhere = [f"layers.{i}" for i in range(model.config.num_layers) if not stage.start <= i < stage.stop]
-    if not (stage.is_first or (stage.is_last and model.config.tied_embeddings)):
-        elsewhere.append("tok_embeddings")
-    if not stage.is_last:
-        elsewhere += ["norm", "lm_head"]
+    elsewhere += slots_elsewhere(model.config, is_first=stage.is_first, is_last=stage.is_last)
     for path in elsewhere:
         model.set_submodule(path, Elsewhere())

@@ -41,7 +41,7 @@ from titan_adapters.vllm.moe import (
     native_routing,
     requested_path,
 )
-from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap, materialise
+from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap, materialise, moved_feed_forward
 from titan_adapters.vllm.norm_rope import EngineNormRope, fusible
 from titan_adapters.vllm.parallel import plan_problems
 from titan_adapters.vllm.stage import Stage, drop_other_stages
@@ -90,7 +90,7 @@ def swap_modules(
             swap.moved |= {f"{path}.w{p}": (f"{path}.packed", p) for p in "qkv"}
         elif type(module) is FeedForward and _packs_gate(module, styles, path):
             replacement = EngineFeedForward(module, path)
-            swap.moved |= {f"{path}.w1": (f"{path}.w13", 0), f"{path}.w3": (f"{path}.w13", 1)}
+            swap.moved |= moved_feed_forward(path, path)
         elif type(module) is NormRope and fusible(module.spec):
             replacement = EngineNormRope(module.spec)
         elif type(module) is MoE:
@@ -107,7 +107,7 @@ def swap_modules(
             elif replicas > 1:
                 swap.moved[path] = (path, ReplicatedHeads(kv_heads[path], replicas))
         if replacement is not None:
-            swap.replace(path, replacement)
+            model.set_submodule(path, replacement)
             done += (f"{path}.",)
     for how, paths in swap.moe_paths.items():
         logger.info("%s: %s", how, ", ".join(paths))
@@ -133,7 +133,7 @@ def _swap_full_norms(swap: Swap, device: torch.device) -> None:
                     f"{path}.{name} is a {type(norm).__name__}, whose statistics the engine can't sum over ranks.",
                     fix="use titan_adapters.nn.RMSNorm, or run the model on one rank.",
                 )
-            swap.replace(f"{path}.{name}", EngineNorm(norm, num_heads, spec.head_dim, device))
+            swap.model.set_submodule(f"{path}.{name}", EngineNorm(norm, num_heads, spec.head_dim, device))
 
 
 def _swap_moe(
@@ -153,8 +153,7 @@ def _swap_moe(
             return None
         shared = EngineFeedForward(shared, f"{path}.shared_experts", reduce_results=False)
         where = f"{path}.shared" if module.shared_gate is None else f"{path}.shared.feed_forward"
-        names = {"w1": (f"{where}.w13", 0), "w3": (f"{where}.w13", 1), "w2": (f"{where}.w2", None)}
-        moved = {f"{path}.shared_experts.{name}": target for name, target in names.items()}
+        moved |= moved_feed_forward(f"{path}.shared_experts", where)
         if module.shared_gate is not None:
             shared = EngineSharedExperts(shared, module.shared_gate)
             moved[f"{path}.shared_gate"] = (f"{path}.shared.gate", None)
@@ -186,8 +185,8 @@ def _swap_experts(
         if wanted == "fused":
             raise EngineError(f"{path} has no fused kernel here: {reason}.", fix=f"set {OPTION} to 'auto'.") from reason
         swap.moe_paths.setdefault(f"the model's own experts in torch ({reason})", []).append(path)
-        module.kernel = "grouped" if module.groupable(module.w1.dtype) else "loop"
         if get_tensor_model_parallel_world_size() == 1:
+            module.use_static_kernel()
             return None
         whole = vllm_config.parallel_config.enable_expert_parallel
         sharded = ShardedExperts(module, device, whole_experts=whole)

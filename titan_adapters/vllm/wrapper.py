@@ -145,11 +145,8 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """What vLLM would accept, but nobody has tested here."""
-    refused = []
     if vllm_config.quant_config is not None:
-        refused.append("quantization")
-    if refused:
-        raise EngineError("The engine was asked for what is not supported yet.", refused, fix="leave it out.")
+        raise EngineError("The engine was asked for what is not supported yet.", ["quantization"], fix="leave it out.")
 
 
 def check_folder(
