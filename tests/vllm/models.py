@@ -104,42 +104,6 @@ class FreeAttention(Llama):
         }
 
 
-class Mixture(Llama):
-    """Llama with a mixture of experts in the layers that have one in the config."""
-
-    model_type = "mixture"
-
-    class Config(LlamaConfig):
-        mixtures: ta.PerLayer[ta.MoESpec | None]
-
-        def feed_forward(self, layer: int) -> ta.FeedForwardSpec | ta.MoESpec:
-            return self.mixtures[layer] or super().feed_forward(layer)
-
-    @classmethod
-    def state_dict_adapter(cls, config: ta.TransformerConfig) -> ta.StateDictAdapter:
-        return native_rows(cls, config)
-
-    @classmethod
-    def tiny_configs(cls) -> dict[str, "Config"]:
-        plain = ta.MoESpec(
-            num_experts=6, top_k=2, hidden_dim=64, score="softmax", renormalize=True, scaling_factor=1.0, groups=None,
-            correction_bias=False, weighs="output", router_dtype="model", router_bias=False, activation="silu",
-            gated=True, bias=False, shared=None,
-        )  # fmt: skip
-        dense = ta.FeedForwardSpec(hidden_dim=48, activation="silu", gated=True, bias=False)
-        shared = ta.SharedExpertsSpec(feed_forward=dense, output_gate=True)
-        sigmoid = {"score": "sigmoid", "correction_bias": True, "router_dtype": "float32", "scaling_factor": 1.5}
-        clamped = ta.ClampedSwiGLU(alpha=1.702, limit=7.0)
-        oss = {"score": "softmax_of_top_k", "renormalize": False, "activation": clamped, "bias": True}
-        changes = [{}, {"shared": shared}, sigmoid | {"shared": shared}, oss | {"router_bias": True}]
-        fields = TINY.model_dump() | {"num_layers": 2, "dim": 64}
-        specs = [plain.model_copy(update=change) for change in changes]
-        return {
-            str(change): cls.Config(**fields, mixtures=(None, spec) if i == 0 else (spec, spec))
-            for i, (change, spec) in enumerate(zip(changes, specs, strict=True))
-        }
-
-
 class TwiceValue(ta.nn.QKVLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().forward(x)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import titan_adapters as ta
-from tests.vllm.models import TINY, Llama, LlamaConfig
+from tests.vllm.models import TINY, Llama, LlamaConfig, native_rows
 from titan_adapters.moe_spec import Activation
 
 
@@ -59,22 +59,49 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> how the engine computes it on the CPU if it may choose, and what differs from `PLAIN`."""
 
 
-class FreeMoE(Llama):
-    """A mixture's spec as a field of the config; the first layer is dense."""
+class Mixture(Llama):
+    """Llama with a mixture of experts in the layers that have one in the config."""
+
+    model_type = "mixture"
+
+    class Config(LlamaConfig):
+        mixtures: ta.PerLayer[ta.MoESpec | None]
+
+        def feed_forward(self, layer: int) -> ta.FeedForwardSpec | ta.MoESpec:
+            return self.mixtures[layer] or super().feed_forward(layer)
+
+    @classmethod
+    def of(cls, *mixtures: ta.MoESpec | None) -> "Config":
+        """One layer for each; 64 wide, since the fused kernel on the CPU takes multiples of 32."""
+        return cls.Config(**TINY.model_dump() | {"num_layers": len(mixtures), "dim": 64, "mixtures": mixtures})
+
+    @classmethod
+    def state_dict_adapter(cls, config: ta.TransformerConfig) -> ta.StateDictAdapter:
+        return native_rows(cls, config)
+
+    @classmethod
+    def tiny_configs(cls) -> dict[str, "Config"]:
+        plain = PLAIN.model_copy(update={"num_experts": 6, "hidden_dim": 64, "router_dtype": "model"})
+        shared = ta.SharedExpertsSpec(feed_forward=feed_forward(48), output_gate=True)
+        sigmoid = {"score": "sigmoid", "correction_bias": True, "router_dtype": "float32", "scaling_factor": 1.5}
+        oss = {"score": "softmax_of_top_k", "renormalize": False, "activation": GPT_OSS, "bias": True}
+        changes = [{}, {"shared": shared}, sigmoid | {"shared": shared}, oss | {"router_bias": True}]
+        specs = [plain.model_copy(update=change) for change in changes]
+        return {
+            str(change): cls.of(None if i == 0 else spec, spec)
+            for i, (change, spec) in enumerate(zip(changes, specs, strict=True))
+        }
+
+
+class FreeMoE(Mixture):
+    """A dense layer, then a mixture."""
 
     model_type = "free-moe"
 
-    class Config(LlamaConfig):
-        moe: ta.MoESpec
-
-        def feed_forward(self, layer: int) -> ta.FeedForwardSpec | ta.MoESpec:
-            return self.moe if layer else feed_forward(96)
-
     @classmethod
-    def config(cls, **changes: Any) -> "Config":
-        """Two layers, 64 wide (the fused kernel on the CPU takes multiples of 32)."""
-        moe = ta.MoESpec(**PLAIN.model_dump() | changes)
-        return cls.Config(**TINY.model_dump() | {"num_layers": 2, "dim": 64, "moe": moe})
+    def config(cls, **changes: Any) -> Mixture.Config:
+        """`changes` of `PLAIN`."""
+        return cls.of(None, ta.MoESpec(**PLAIN.model_dump() | changes))
 
 
 class SecondBest(ta.nn.Router):

@@ -10,7 +10,8 @@ from torch import Tensor
 import titan_adapters as ta
 from tests.conftest import random_model
 from tests.vllm.conftest import error_against_torch, generate
-from tests.vllm.models import TINY, Free, FreeAttention, Mixture, OwnParts
+from tests.vllm.models import TINY, Free, FreeAttention, OwnParts
+from tests.vllm.moe_models import Mixture
 from titan_adapters.state_dict import native_tensors
 
 

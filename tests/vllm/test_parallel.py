@@ -14,7 +14,8 @@ import titan_adapters as ta
 from tests.conftest import random_model, titan_error_text
 from tests.vllm.conftest import ROOT, child_environment
 from tests.vllm.conftest import TINY as TINY_ENGINE
-from tests.vllm.models import TINY, FreeAttention, Llama, Mixture, ReplicatedOutput, Skipping
+from tests.vllm.models import TINY, FreeAttention, Llama, ReplicatedOutput, Skipping
+from tests.vllm.moe_models import Mixture
 from tests.vllm.parallel_cases import GROUPS, MIXTURES
 from tests.vllm.test_processes import assert_computed_by, run
 from titan_adapters.contract import meta_model
