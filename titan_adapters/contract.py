@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titan_adapters.config import TransformerConfig
+from titan_adapters.config import AttentionSpec, TransformerConfig
 from titan_adapters.errors import ConfigError, ContractError
-from titan_adapters.nn.attention import SequenceInfo, sequence_info
+from titan_adapters.nn.attention import SequenceInfo, sequence_info, share_masks
 from titan_adapters.nn.norm import make_norm
 from titan_adapters.plan import ParallelPlan
 from titan_adapters.state_dict import StateDictAdapter
@@ -36,6 +36,8 @@ class BaseTransformer(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
+        self.flex_specs: tuple[AttentionSpec, ...] = ()
+        """Different specs of the layers whose attention has the kernel "flex"; set by `ta.nn.use_kernels`."""
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(self.Block(config, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config.dim, config.norm())
@@ -86,6 +88,8 @@ class BaseTransformer(nn.Module):
                 fix="shorten the sequence, or pack several documents and pass their positions.",
             )
         seq = sequence_info(tokens, positions, document_ids)
+        if self.flex_specs:
+            seq = share_masks(self.flex_specs, seq)
         return self.compute_logits(self.norm(self.run_layers(self.embed(tokens), seq)))
 
     @classmethod

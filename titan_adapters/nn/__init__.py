@@ -6,6 +6,7 @@ Seams: `InnerAttention`, `QKVLinear`, `NormRope`, `FeedForward`, `MoE` and, in a
 from titan_adapters.nn.attention import Attention, InnerAttention, NormRope, QKVLinear, SequenceInfo, sequence_info
 from titan_adapters.nn.block import DecoderBlock, PostNormBlock, PreNormBlock, SandwichNormBlock
 from titan_adapters.nn.feed_forward import FeedForward
+from titan_adapters.nn.kernels import use_kernels
 from titan_adapters.nn.moe import InnerExperts, MoE, Router, Routing
 from titan_adapters.nn.norm import LayerNorm, RMSNorm, make_norm
 from titan_adapters.nn.rope import Rope
@@ -35,4 +36,5 @@ __all__ = [
     "record_routing",
     "replay_routing",
     "sequence_info",
+    "use_kernels",
 ]

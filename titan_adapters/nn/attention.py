@@ -4,15 +4,20 @@ Shapes: ... leading dims ([B, S] batched or [T] packed)  D model dim  N query he
 V v_head_dim.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from titan_adapters.config import AttentionSpec, TemperatureSpec, TransformerConfig
+from titan_adapters.nn.flex import Reach, attend_by_blocks, block_mask, dense_mask
 from titan_adapters.nn.norm import make_norm
 from titan_adapters.nn.rope import Rope
+
+AttentionKernel = Literal["reference", "flex"]
 
 
 class SequenceInfo(NamedTuple):
@@ -23,6 +28,8 @@ class SequenceInfo(NamedTuple):
     document_ids: Tensor | None
     """int64, shape of the tokens: tokens see only their own document. None: each row of the batch is one document
     (or, inside an engine, the engine keeps requests apart)."""
+    masks: Mapping[Reach, BlockMask] | None = None
+    """What layers with the kernel "flex" share; a layer that finds none of its reach builds its own."""
 
 
 def sequence_info(tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> SequenceInfo:
@@ -66,6 +73,10 @@ class InnerAttention(nn.Module):
 
     This implementation is plain torch: it trains and infers, and is the reference the engine is compared with.
 
+    `kernel` says how: "reference", with a dense mask where one is needed, is the definition; "flex", for training on a
+    GPU (torch has no gradients of it on a CPU), is flash attention for the plain causal triangle and flex_attention,
+    which skips what a window, chunk or document hides, for all else. See `ta.nn.use_kernels`.
+
     Args:
         spec: What to compute. Every field is honoured.
         layer: 0-based global layer index; an engine finds this layer's KV cache by it.
@@ -75,6 +86,7 @@ class InnerAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
+        self.kernel: AttentionKernel = "reference"
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
@@ -83,51 +95,38 @@ class InnerAttention(nn.Module):
         if packed:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
             ids = None if seq.document_ids is None else seq.document_ids.unsqueeze(0)
-            seq = SequenceInfo(seq.positions.unsqueeze(0), ids)
+            seq = seq._replace(positions=seq.positions.unsqueeze(0), document_ids=ids)
         out = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seq).transpose(1, 2)
         return out.squeeze(0) if packed else out
 
     def _attend(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, seq: SequenceInfo) -> Tensor:
         spec = self.spec
+        reach = _reach(spec, seq)
+        if self.kernel == "flex" and _needs_blocks(spec, seq):
+            mask = None if seq.masks is None else seq.masks.get(reach)
+            if mask is None:
+                mask = block_mask(reach, seq.positions, seq.document_ids)
+            return attend_by_blocks(q_BNSH, k_BKSH, v_BKSV, mask, spec, self.sinks)
+        visible = None if _is_triangle(reach, seq) else dense_mask(reach, seq.positions, seq.document_ids)
         if spec.softcap is not None or self.sinks is not None:
-            return self._attend_explicitly(q_BNSH, k_BKSH, v_BKSV, seq)
-        mask = self._visible(seq)
+            return self._attend_explicitly(q_BNSH, k_BKSH, v_BKSV, visible)
         return F.scaled_dot_product_attention(
             q_BNSH,
             k_BKSH,
             v_BKSV,
-            attn_mask=mask,
-            is_causal=mask is None,
+            attn_mask=visible,
+            is_causal=visible is None,
             scale=spec.scale,
             enable_gqa=spec.num_kv_heads != spec.num_heads,
         )
 
-    def _visible(self, seq: SequenceInfo) -> Tensor | None:
-        """bool [B, 1, S, S], True where query (row) sees key (column); None if that is the plain causal triangle."""
-        length = seq.positions.shape[-1]
-        window, chunk = self.spec.window, self.spec.chunk
-        if seq.document_ids is None and chunk is None and (window is None or window >= length):
-            return None
-        index = torch.arange(length, device=seq.positions.device)
-        distance = index[:, None] - index[None, :]
-        visible = distance >= 0
-        if window is not None:
-            visible = visible & (distance < window)
-        if chunk is not None:
-            chunks = seq.positions // chunk
-            visible = visible & (chunks[:, :, None] == chunks[:, None, :])
-        if seq.document_ids is not None:
-            visible = visible & (seq.document_ids[:, :, None] == seq.document_ids[:, None, :])
-        return visible[:, None] if visible.dim() == 3 else visible[None, None]
-
-    def _attend_explicitly(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, seq: SequenceInfo) -> Tensor:
+    def _attend_explicitly(self, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, visible: Tensor | None) -> Tensor:
         """Scores in fp32, for what scaled_dot_product_attention can't express."""
         groups, softcap = self.spec.num_heads // self.spec.num_kv_heads, self.spec.softcap
         k_BNSH, v_BNSV = k_BKSH.repeat_interleave(groups, dim=1), v_BKSV.repeat_interleave(groups, dim=1)
         scores = (q_BNSH.float() @ k_BNSH.float().transpose(-1, -2)) * self.spec.scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        visible = self._visible(seq)
         if visible is None:
             length = scores.shape[-1]
             visible = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
@@ -136,6 +135,28 @@ class InnerAttention(nn.Module):
             sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
             return (torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ v_BNSV.float()).to(q_BNSH.dtype)
         return (scores.softmax(-1) @ v_BNSV.float()).to(q_BNSH.dtype)
+
+
+def _reach(spec: AttentionSpec, seq: SequenceInfo) -> Reach:
+    """A window that nothing falls out of is none."""
+    window = spec.window
+    return Reach(None if window is None or window >= seq.positions.shape[-1] else window, spec.chunk)
+
+
+def _is_triangle(reach: Reach, seq: SequenceInfo) -> bool:
+    return reach == (None, None) and seq.document_ids is None
+
+
+def _needs_blocks(spec: AttentionSpec, seq: SequenceInfo) -> bool:
+    """Whether flash attention can't compute this: it takes the plain triangle, and values as wide as keys."""
+    plain = spec.softcap is None and not spec.sinks and spec.v_head_dim == spec.head_dim
+    return not (plain and _is_triangle(_reach(spec, seq), seq))
+
+
+def share_masks(specs: Iterable[AttentionSpec], seq: SequenceInfo) -> SequenceInfo:
+    """`seq` with the masks that layers of these specs need with the kernel "flex", each of them once."""
+    reaches = {_reach(spec, seq) for spec in specs if _needs_blocks(spec, seq)}
+    return seq._replace(masks={reach: block_mask(reach, seq.positions, seq.document_ids) for reach in reaches})
 
 
 class NormRope(nn.Module):

@@ -12,7 +12,10 @@ from torch.nn import functional as F
 from titan_adapters.errors import ConfigError
 from titan_adapters.moe_spec import ClampedSwiGLU, MoESpec
 from titan_adapters.nn.feed_forward import ACTIVATIONS, FeedForward
+from titan_adapters.nn.grouped import OfGroup, Rearranged, grouped_mm
 from titan_adapters.nn.routing import choose_experts
+
+ExpertsKernel = Literal["loop", "grouped"]
 
 
 class Routing(NamedTuple):
@@ -75,7 +78,7 @@ class InnerExperts(nn.Module):
     def __init__(self, dim: int, spec: MoESpec):
         super().__init__()
         self.spec = spec
-        self.kernel: Literal["loop", "grouped"] = "loop"
+        self.kernel: ExpertsKernel = "loop"
         self.partial = False
         """Whether other ranks hold further experts, whose indices are outside of 0 to E - 1 and contribute nothing."""
         num_experts, hidden_dim = spec.num_experts, spec.hidden_dim
@@ -143,13 +146,13 @@ class InnerExperts(nn.Module):
         if self.partial:  # others' experts come last, past the end of the last group
             chosen = chosen.where((chosen >= 0) & (chosen < num_experts), num_experts)
         order = chosen.argsort(stable=True)
+        place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         expert_R = chosen[order]
-        token_R, weight_R1 = order // num_chosen, routing.weights.flatten()[order, None]
         experts_E = torch.arange(num_experts, device=x_TD.device)
         ends_E = torch.searchsorted(expert_R, experts_E, right=True, out_int32=True)
-        rows = x_TD[token_R]
+        rows: Tensor = Rearranged.apply(x_TD, order, place, num_chosen)
         if self.spec.weighs == "input":
-            rows = (rows * weight_R1).to(x_TD.dtype)
+            rows = (rows * routing.weights.flatten()[order, None]).to(x_TD.dtype)
 
         def own(rows: Tensor) -> Tensor:
             """Zeros in rows of no group, where a grouped matmul leaves what was in memory, also in its gradients."""
@@ -157,30 +160,14 @@ class InnerExperts(nn.Module):
 
         def project(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = own(grouped_mm(own(rows), weight.transpose(-2, -1), ends_E))
-            return rows if bias is None else rows + bias[expert_R.clamp(max=num_experts - 1)]
+            return rows if bias is None else rows + OfGroup.apply(bias, expert_R.clamp(max=num_experts - 1))
 
         up = None if self.w3 is None else project(rows, self.w3, self.b3)
         rows = project(activate(self.spec, project(rows, self.w1, self.b1), up), self.w2, self.b2)
-        rows = own(rows * weight_R1 if self.spec.weighs == "output" else rows.float())
-        return torch.zeros_like(x_TD, dtype=torch.float32).index_add(0, token_R, rows)
-
-
-def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """rows [R, D] of group after group, times weight [E, D, F] -> [R, F]; group e ends before row ends[e] (int32)."""
-    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
-        return _opaque_grouped_mm(rows, weight, ends)
-    return F.grouped_mm(rows, weight, offs=ends)
-
-
-@torch.library.custom_op("titan::grouped_mm", mutates_args=())
-def _opaque_grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same without gradients, for compilers: torch's shape rule for it knows bf16 only (2.11 to 2.13)."""
-    return F.grouped_mm(rows, weight, offs=ends)
-
-
-@_opaque_grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[-1])
+        rows_TKD = Rearranged.apply(own(rows), place, order, 1).view(-1, num_chosen, rows.shape[-1])
+        if self.spec.weighs == "output":
+            rows_TKD = rows_TKD * routing.weights[..., None]
+        return rows_TKD.sum(1, dtype=torch.float32)
 
 
 def activate(spec: MoESpec, gate: Tensor, up: Tensor | None) -> Tensor:
