@@ -52,7 +52,7 @@ class TitanBackbone(nn.Module):
         device = torch.get_default_device()
         self.stage = this_stage(identity.config.num_layers)
         swap = swap_modules(self.model, self.stage, vllm_config, f"{prefix}." if prefix else "", device)
-        self.writer = WeightWriter(adapter, expected, swap)
+        self.writer = WeightWriter(adapter, expected, swap, device)
 
     def forward(
         self,
