@@ -19,6 +19,8 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
     """By implementation: why it did not start, or ended."""
     machine: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    """By implementation: which class of vLLM's it turned out to be."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,19 @@ class Run:
 
     def execute(self) -> Results:
         settings = self.settings
-        with tempfile.TemporaryDirectory(prefix="titan-bench-caches-") as caches:
-            if settings.start_repeats:
-                self._caches = Path(caches)
-                self._measure_starts()
-            if settings.workload.points != ("start",) or not settings.start_repeats:
-                try:
+        try:
+            with tempfile.TemporaryDirectory(prefix="titan-bench-caches-") as caches:
+                if settings.start_repeats:
+                    self._caches = Path(caches)
+                    self._measure_starts()
+                if settings.workload.points != ("start",) or not settings.start_repeats:
                     self._start_all()
                     self._measure_rounds()
-                finally:
-                    for engine in self._engines.values():
-                        engine.close()
+                    for name in list(self._engines):
+                        self._engines.pop(name).close()
+        finally:
+            for engine in self._engines.values():
+                engine.close(patience=0)
         self._save(self.results)
         return self.results
 
@@ -87,7 +91,7 @@ class Run:
         for name in names:
             with self._failing(name):
                 if self.settings.concurrent_start:
-                    self.results.machine |= self._engines[name].ready()["machine"]
+                    self._ready(name)
                 else:
                     self._engines[name] = self._start(name)
                     self._record_start(name)
@@ -101,9 +105,15 @@ class Run:
         log = self.settings.logs / f"{name}.log"
         return Engine(name, self.settings.folders[name], self.settings.options, log, environment)
 
-    def _record_start(self, name: str, kind: str = "") -> None:
+    def _ready(self, name: str) -> dict[str, float]:
+        """Seconds of its start."""
         answer = self._engines[name].ready()
         self.results.machine |= answer.pop("machine")
+        self.results.classes[name] = answer.pop("class")
+        return answer
+
+    def _record_start(self, name: str, kind: str = "") -> None:
+        answer = self._ready(name)
         self._say(f"{kind}start of {name}: {answer['start s']:.1f} s")
         if "start" in self.settings.workload.points:
             self._record(name, {kind + point: value for point, value in answer.items()})
