@@ -25,7 +25,8 @@ def test_transpose_by_hand():
     assert ta.Transpose().to_native(tensor).tolist() == [[1, 4], [2, 5], [3, 6]]
     cube = torch.arange(8).view(2, 2, 2)
     assert ta.Transpose(0, 1).to_native(cube).tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert ta.Transpose().to_native(tensor).is_contiguous()
+    assert ta.Transpose().to_native(tensor).data_ptr() == tensor.data_ptr()
+    assert ta.Transpose().to_hf(tensor).is_contiguous()
 
 
 def test_permute_by_hand_partial_rotary():

@@ -1,6 +1,6 @@
 """State-dict conversion: rows as data, one table for HF load, HF export, own checkpoints and live updates."""
 
-from titan_adapters.state_dict.adapter import Session, StateDictAdapter, native_adapter, native_tensors
+from titan_adapters.state_dict.adapter import Session, StateDictAdapter, native_adapter, native_tensors, part_name
 from titan_adapters.state_dict.expert_rows import PerExpert, StackedExperts, expert_rows
 from titan_adapters.state_dict.fused import FusedQKV
 from titan_adapters.state_dict.hf_rows import (
@@ -55,5 +55,6 @@ __all__ = [
     "native_adapter",
     "native_tensors",
     "norm_rows",
+    "part_name",
     "torchtitan_adapter",
 ]

@@ -1,13 +1,13 @@
 """The table that a model's rows expand to, and streaming conversion through it with exact accounting."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from titan_adapters.errors import StateDictError
-from titan_adapters.state_dict.rows import Binding, Drop, Rename, Row, Tie
+from titan_adapters.state_dict.rows import Binding, Drop, Rename, Row, Stack, Tie
 
 Direction = Literal["to_native", "to_hf"]
 
@@ -41,9 +41,18 @@ class StateDictAdapter:
         """Names that a load must write: all but aliases."""
         return {name for b in self.bindings if not isinstance(b.row, Tie) for name in b.native}
 
-    def session(self, direction: Direction = "to_native") -> "Session":
-        """A conversion that takes tensors one at a time, in any order and any number of calls."""
-        return Session(self.bindings, direction)
+    def session(self, direction: Direction = "to_native", *, in_parts: Collection[str] = ()) -> "Session":
+        """A conversion that takes tensors one at a time, in any order and any number of calls.
+
+        Args:
+            in_parts: Native names of `Stack` rows whose entries are handed on as they come, by `part_name`, instead
+                of being gathered and stacked. The accounts are the same: all of a row must come.
+        """
+        return Session(self.bindings, direction, in_parts)
+
+    def stacked(self) -> dict[str, int]:
+        """Native names that `Stack` rows make, and how many parts each has."""
+        return {b.native[0]: len(b.hf) for b in self.bindings if isinstance(b.row, Stack)}
 
     def to_native(self, tensors: Mapping[str, Tensor], *, partial: bool = False) -> dict[str, Tensor]:
         """Checkpoint tensors to native ones. With `partial`, absent names are fine, half-filled rows are not."""
@@ -79,7 +88,8 @@ class StateDictAdapter:
             except (RuntimeError, IndexError) as error:  # torch's own refusal: parts of unequal shape, too few dims
                 session.problems.append(f"{name} {tuple(tensor.shape)} can't be converted: {error}")
         problems = session.finish_problems(partial=False)
-        problems += [f"no row writes {name}" for name in expected if name not in self.native_names()]
+        native = self.native_names()
+        problems += [f"no row writes {name}" for name in expected if name not in native]
         problems += [f"rows write {name}, which the model does not have" for name in produced if name not in expected]
         problems += [
             f"{name} has shape {tuple(produced[name].shape)}, the model needs {tuple(tensor.shape)}"
@@ -98,10 +108,11 @@ class StateDictAdapter:
 class Session:
     """One pass through a table. Remembers incomplete rows between calls, so chunking never loses a half."""
 
-    def __init__(self, bindings: Sequence[Binding], direction: Direction):
+    def __init__(self, bindings: Sequence[Binding], direction: Direction, in_parts: Collection[str] = ()):
         self.direction = direction
         self.problems: list[str] = []
         self._bindings = bindings
+        self._in_parts = in_parts
         self._of: dict[str, Binding] = {name: b for b in bindings for name in self._inputs(b)}
         self._pending: dict[int, dict[str, Tensor]] = {}
         self._seen: set[str] = set()
@@ -128,6 +139,10 @@ class Session:
             return (binding.row.native_of if self.direction == "to_native" else binding.row.hf_of,)
         return self._outputs(binding)
 
+    def rearranges(self, name: str) -> bool:
+        """Whether tensor `name` goes through a row that does more than hand on plain parts of it."""
+        return name in self._of and self._of[name].row.rearranges
+
     @property
     def pending(self) -> bool:
         """Whether a row has received some of its inputs and waits for the others."""
@@ -147,11 +162,15 @@ class Session:
         if isinstance(binding.row, Tie | Drop):
             return []
         pending = self._pending.setdefault(id(binding), {})
-        pending[name] = tensor
         inputs = self._inputs(binding)
-        if len(pending) < len(inputs):
+        streams = isinstance(binding.row, Stack) and binding.native[0] in self._in_parts
+        pending[name] = tensor.to("meta") if streams else tensor
+        if complete := len(pending) == len(inputs):
+            del self._pending[id(binding)]
+        if streams:
+            return [(part_name(binding.native[0], inputs.index(name)), binding.row.part(tensor))]
+        if not complete:
             return []
-        del self._pending[id(binding)]
         convert = getattr(binding.row, self.direction)
         return list(zip(self._outputs(binding), convert([pending[n] for n in inputs]), strict=True))
 
@@ -162,7 +181,7 @@ class Session:
             other = self._held.pop(alias, None)  # keyed by alias: an original with two aliases is compared with both
             if other is None:
                 self._held[alias] = tensor
-            elif tensor.shape != other.shape or not (tensor.is_meta or torch.equal(tensor, other)):
+            elif tensor.shape != other.shape or not (tensor.is_meta or torch.equal(tensor, other.to(tensor.device))):
                 self.problems.append(f"{alias} differs from {of}, but the config says that they are tied")
 
     def convert(self, tensors: Iterable[tuple[str, Tensor]], *, partial: bool) -> Iterator[tuple[str, Tensor]]:
@@ -200,6 +219,11 @@ class Session:
                 fix="supply each tensor that the rows name exactly once; for a head that differs from its embedding "
                 "set tied_embeddings=False.",
             )
+
+
+def part_name(native: str, index: int) -> str:
+    """How entry `index` of a stacked native tensor is called while it is on its own."""
+    return f"{native}[{index}]"
 
 
 def native_tensors(model: nn.Module) -> dict[str, Tensor]:

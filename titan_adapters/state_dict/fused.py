@@ -53,6 +53,10 @@ class FusedQKV(Row):
             yield Binding(self, (self.hf.format(**fill),), tuple(name.format(**fill) for name in self.native))
 
     @property
+    def rearranges(self) -> bool:
+        return self.layout == "grouped"
+
+    @property
     def _groups(self) -> tuple[int, list[int]]:
         """How often the pattern repeats along dim 0, and the rows of q, k and v in each repetition."""
         if self.layout == "concat":
@@ -68,7 +72,7 @@ class FusedQKV(Row):
                 f"{self}: the tensor has shape {tuple(fused.shape)}.", fix=f"dim 0 must be {groups * sum(sizes)}."
             )
         parts = fused.unflatten(0, (groups, -1)).split(sizes, dim=1)
-        return [part.flatten(0, 1).contiguous() for part in parts]
+        return [part.flatten(0, 1) for part in parts]
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         groups, sizes = self._groups

@@ -7,6 +7,7 @@ meta tensors too, which is how shapes are checked before any data is read.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from titan_adapters.errors import StateDictError
 class Op(ABC):
     """One invertible transform of one tensor."""
 
+    rearranges: ClassVar[bool] = True
+    """Whether values change, or their order in memory; otherwise the result is a plain part of the tensor."""
+
     @abstractmethod
     def to_native(self, tensor: Tensor) -> Tensor: ...
 
@@ -26,15 +30,16 @@ class Op(ABC):
 
 @dataclass(frozen=True)
 class Transpose(Op):
-    """Swap two dims; its own inverse."""
+    """Swap two dims; its own inverse. Incoming, the result is a view: whoever writes it copies anyway."""
 
     dim0: int = -2
     dim1: int = -1
 
     def to_native(self, tensor: Tensor) -> Tensor:
-        return tensor.transpose(self.dim0, self.dim1).contiguous()
+        return tensor.transpose(self.dim0, self.dim1)
 
-    to_hf = to_native
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        return tensor.transpose(self.dim0, self.dim1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class VocabPadding(Op):
     round trip is bitwise for the real rows only. A reader that does not cut them off either sees a logit of 0 for each.
     """
 
+    rearranges = False
     vocab_size: int
     padded_vocab_size: int
 

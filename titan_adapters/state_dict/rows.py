@@ -38,6 +38,12 @@ class Row(ABC):
     @abstractmethod
     def bindings(self, ranges: Ranges) -> Iterator[Binding]: ...
 
+    @property
+    def rearranges(self) -> bool:
+        """Whether native tensors are more than plain parts of the incoming ones: the conversion, or copying its
+        result, is then work, which is done best on the device where the result is wanted."""
+        return any(op.rearranges for op in self.ops)
+
     @abstractmethod
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]: ...
 
@@ -94,7 +100,11 @@ class Stack(Row):
             yield Binding(self, sources, (self.native.format(**fill),))
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [torch.stack([self._in(t) for t in tensors])]
+        return [torch.stack([self.part(t) for t in tensors])]
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What one incoming tensor becomes: an entry of the native one along its leading dim."""
+        return self._in(tensor)
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         return [self._out(t) for t in tensors[0].unbind(0)]
@@ -116,6 +126,10 @@ class Concat(Row):
     def __init__(self, hf: Sequence[str], native: str, *ops: Op, sizes: Sequence[int], dim: int = 0):
         set_fields(self, hf=tuple(hf), native=native, ops=ops, sizes=_sizes(hf, sizes), dim=dim)
 
+    @property
+    def rearranges(self) -> bool:
+        return True
+
     def bindings(self, ranges: Ranges) -> Iterator[Binding]:
         for fill in fills([*self.hf, self.native], ranges):
             yield Binding(self, tuple(name.format(**fill) for name in self.hf), (self.native.format(**fill),))
@@ -130,7 +144,7 @@ class Concat(Row):
 
 @dataclass(frozen=True, init=False, kw_only=True)
 class Split(Row):
-    """One checkpoint tensor to several native tensors, cut along `dim`. `ops` act before the cut."""
+    """One checkpoint tensor to several native tensors, views cut along `dim`. `ops` act before the cut."""
 
     hf: str
     native: tuple[str, ...]
@@ -145,7 +159,7 @@ class Split(Row):
             yield Binding(self, (self.hf.format(**fill),), tuple(name.format(**fill) for name in self.native))
 
     def to_native(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [part.contiguous() for part in _split(self, self._in(tensors[0]), self.sizes, self.dim)]
+        return list(_split(self, self._in(tensors[0]), self.sizes, self.dim))
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         _check_parts(self, tensors, self.sizes, self.dim)

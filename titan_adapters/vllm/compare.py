@@ -1,5 +1,6 @@
 """Comparing the outputs of two engines on the same prompts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,12 +35,14 @@ class Comparison:
     prompt_logprob_mean: float = 0.0
     """Mean absolute difference over all prompt tokens, in nats."""
     prompt_logprob_max: float = 0.0
+    prompt_logprob_relative: float = 0.0
+    """2-norm of the differences over that of the reference, of all prompt tokens together."""
 
     def __str__(self) -> str:
         return (
             f"{self.prompts} prompts, {self.tokens} greedy tokens compared, {len(self.mismatches)} differ, "
             f"{self.near_ties} part at near-ties; prompt logprobs differ by {self.prompt_logprob_mean:.4f} in the "
-            f"mean, {self.prompt_logprob_max:.4f} at most"
+            f"mean, {self.prompt_logprob_max:.4f} at most, {self.prompt_logprob_relative:.1e} relative"
         )
 
 
@@ -51,15 +54,17 @@ def compare_outputs(
     After the first difference contexts are not the same any more, so a prompt's comparison ends there.
     """
     result = Comparison(prompts=len(reference))
-    differences: list[float] = []
+    pairs: list[tuple[float, float]] = []
     for index, (a, b) in enumerate(zip(ours, reference, strict=True)):
         if a.prompt_token_ids != b.prompt_token_ids:
             raise ValueError(f"prompt {index} was tokenized differently")
         _compare_tokens(index, a, b, near_tie, result)
-        differences += _prompt_differences(a, b)
-    if differences:
+        pairs += _prompt_logprobs(a, b)
+    if pairs:
+        differences = [abs(x - y) for x, y in pairs]
         result.prompt_logprob_mean = sum(differences) / len(differences)
         result.prompt_logprob_max = max(differences)
+        result.prompt_logprob_relative = math.hypot(*differences) / math.hypot(*(y for _, y in pairs))
     return result
 
 
@@ -84,9 +89,9 @@ def _compare_tokens(
         result.mismatches.append(f"prompt {index}: {len(a.token_ids)} against {len(b.token_ids)} tokens")
 
 
-def _prompt_differences(ours: "RequestOutput", reference: "RequestOutput") -> list[float]:
+def _prompt_logprobs(ours: "RequestOutput", reference: "RequestOutput") -> list[tuple[float, float]]:
     if not ours.prompt_logprobs or not reference.prompt_logprobs:
         return []  # not asked for
     tokens = reference.prompt_token_ids or []
     pairs = zip(tokens[1:], ours.prompt_logprobs[1:], reference.prompt_logprobs[1:], strict=True)  # none for the first
-    return [abs(a[token].logprob - b[token].logprob) for token, a, b in pairs if a and b]
+    return [(a[token].logprob, b[token].logprob) for token, a, b in pairs if a and b]

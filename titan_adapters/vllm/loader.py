@@ -1,6 +1,7 @@
 """Writing weights into a swapped model, with exact accounting, and the `titan_skip` and `titan_dcp` load formats."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from titan_adapters.checkpoint import open_weights
 from titan_adapters.errors import EngineError, StateDictError
-from titan_adapters.state_dict import Session, StateDictAdapter
+from titan_adapters.state_dict import Session, StateDictAdapter, part_name
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moe import ExpertShard, write_experts
 from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap
@@ -22,24 +23,39 @@ logger = init_logger("vllm.titan_adapters")
 class WeightWriter:
     """Converts incoming tensors to native ones and writes each through its parameter's own loader.
 
+    Tensors stay views of what came in, of which a parameter's loader copies its rank's part, so that from a mapped file
+    no more is read. What a row rearranges is moved to the device first, whole, and rearranged there. Experts are written
+    one by one as they come. So besides the model, one incoming tensor is held, or the parts of one joined row.
+
     During vLLM's reload (parameters are on meta then), an engine layer is written when all of its tensors are there:
     vLLM fills what a reload leaves out of a packed layer with whatever is in memory.
 
     Args:
         adapter: Table between incoming and native names.
         expected: Native names and tensors (meta) of the whole model, aliases left out.
-        swap: Where the native parameters of this pipeline stage went.
+        swap: Where the native parameters of this pipeline stage went. Gains what becomes of single experts.
+        device: Where the model is.
     """
 
-    def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap):
+    def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap, device: torch.device):
         self._adapter = adapter
+        self._device = device
         self._elsewhere = {name for name in expected if swap.is_elsewhere(name)}
         expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
+        self._in_parts: set[str] = set()
+        for native, count in adapter.stacked().items():
+            path, shard = swap.target(native)
+            if native not in expected or not isinstance(shard, ExpertShard):
+                continue
+            self._in_parts.add(native)
+            for index, part in zip(range(count), expected.pop(native), strict=True):
+                swap.moved_parameters[part_name(native, index)] = path, replace(shard, expert=index)
+                expected[part_name(native, index)] = part
         self._expected = expected
         self._swap = swap
         self._session: Session | None = None
         self._layers = swap.by_module(expected)
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, dict[str, Tensor]] = {}
         self.unwritten = set(expected)
         """Native names that no load has written yet."""
         self.updates_only = False
@@ -65,11 +81,17 @@ class WeightWriter:
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Looked up anew each time: a reload swaps parameters for meta ones and back.
         state = dict(self._swap.model.state_dict(keep_vars=True))
-        session = self._session or self._adapter.session("to_native")
+        reloading = {  # biases never are on meta
+            path: any(state[name].is_meta for name in {self._swap.target(native)[0] for native in layer})
+            for path, layer in self._layers.items()
+        }
+        session = self._session or self._adapter.session("to_native", in_parts=self._in_parts)
         written: set[str] = set()
         for incoming, tensor in weights:
             if self._elsewhere.issuperset(session.contributes_to(incoming)):
                 tensor = tensor.to("meta")  # accounted for like all others, but its data is never read
+            elif session.rearranges(incoming):
+                tensor = tensor.to(self._device)
             for native, converted in session.feed(incoming, tensor):
                 if native in self._elsewhere:
                     continue
@@ -78,8 +100,10 @@ class WeightWriter:
                     problem = f"{native} has shape {tuple(converted.shape)}, the model needs {tuple(wanted)}"
                     session.problems.append(problem)
                     continue
-                self._held[native] = converted
-                written |= self._write_held(native, state)
+                path = self._swap.target(native)[0].rpartition(".")[0]
+                self._held.setdefault(path, {})[native] = converted
+                if not reloading[path] or len(self._held[path]) == len(self._layers[path]):
+                    written |= self._write_held(path, state, reloading[path])
         partial = self.updates_only
         self._session = session if partial and session.pending else None
         if self._session is None or session.problems:
@@ -88,32 +112,31 @@ class WeightWriter:
             raise StateDictError(
                 "The load left weights unwritten.", sorted(self.unwritten), fix="report this: the row table has a gap."
             )
+        if not partial and (untouched := {self._swap.target(native)[0] for native in self._expected} - written):
+            raise EngineError(
+                "vLLM's loaders wrote nothing to some parameters.", untouched, fix="report this with your vLLM version."
+            )
         if self._held:
-            logger.warning("Not written until the rest of their layers comes: %s", ", ".join(sorted(self._held)))
+            waiting = sorted(native for layer in self._held.values() for native in layer)
+            logger.warning("Not written until the rest of their layers comes: %s", ", ".join(waiting))
         self.updates_only = True
         return written
 
-    def _write_held(self, native: str, state: dict[str, Tensor]) -> set[str]:
-        """Write `native`, or in a reload its whole layer if that is there now; returns the engine's names."""
-        path = self._swap.target(native)[0].rpartition(".")[0]
-        layer = self._layers[path]
-        reloading = any(state[self._swap.target(part)[0]].is_meta for part in layer)  # biases never are
-        if reloading and not all(part in self._held for part in layer):
-            return set()
+    def _write_held(self, path: str, state: dict[str, Tensor], reloading: bool) -> set[str]:
+        """Write what is held for the engine's layer `path`, in a reload all of it; returns the engine's names."""
         written = set()
         if reloading:
             forget_repacking(self._swap.model.get_submodule(path))
-        for part in layer if reloading else [native]:
-            name, shard = self._swap.target(part)
+        for native, tensor in self._held.pop(path).items():
+            name, shard = self._swap.target(native)
             # A reload gives a tied head a tensor of its own for the time being, and repacks it only if it is loaded.
             alias = self._swap.aliases.get(name, name)
             for target in {id(state[n]): n for n in (alias, name)}.values():
                 if not reloading:
                     self._check_changeable(target.rpartition(".")[0])
-                _write_one(state[target], target, self._held[part], shard)
-            del self._held[part]
-            self.unwritten.discard(part)
-            written.add(name)
+                if _write_one(state[target], target, tensor, shard):
+                    written.add(name)
+            self.unwritten.discard(native)
         return written
 
     def _check_changeable(self, path: str) -> None:
@@ -124,10 +147,10 @@ class WeightWriter:
             )
 
 
-def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> None:
+def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> bool:
+    """Whether any of it is this rank's."""
     if isinstance(shard, ExpertShard):
-        write_experts(parameter, name, tensor, shard)
-        return
+        return write_experts(parameter, name, tensor, shard)
     loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
     if shard is None:
         loader(parameter, tensor)
@@ -135,6 +158,7 @@ def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> No
         loader(parameter, shard.repeat(tensor))
     else:
         loader(parameter, tensor, shard)
+    return True
 
 
 def _writer_of(model: nn.Module) -> WeightWriter:

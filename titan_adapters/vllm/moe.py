@@ -36,9 +36,10 @@ GPT_OSS = ClampedSwiGLU(alpha=1.702, limit=7.0)
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Which projection of a fused parameter a native tensor [E, ...] is; it is written expert by expert."""
+    """Which projection of a fused parameter a native tensor is, and of which expert; None: of all, [E, ...]."""
 
     projection: Projection
+    expert: int | None = None
 
 
 def requested_path(vllm_config: VllmConfig) -> Path:
@@ -282,12 +283,15 @@ def moved_experts(native: str, engine: str, spec: MoESpec) -> dict[str, tuple[st
     }
 
 
-def write_experts(parameter: Tensor, name: str, tensor: Tensor, shard: ExpertShard) -> None:
-    """Write a native tensor [E, ...] through vLLM's loader, which knows each rank's experts and slices."""
+def write_experts(parameter: Tensor, name: str, tensor: Tensor, shard: ExpertShard) -> bool:
+    """Write a native tensor through vLLM's loader, which knows each rank's experts and slices.
+
+    Returns whether this rank has any of it.
+    """
     loader: Callable[..., bool | None] = vars(parameter)["weight_loader"]
+    experts = enumerate(tensor) if shard.expert is None else [(shard.expert, tensor)]
     written = [
         loader(parameter, weight, name, shard_id=shard.projection, expert_id=expert, return_success=True)
-        for expert, weight in enumerate(tensor)
+        for expert, weight in experts
     ]
-    if all(done is False for done in written):  # a rank has at least one expert; None: put off, in a reload
-        raise EngineError(f"vLLM's loader did not write {name}.", fix="report this with your vLLM version.")
+    return any(done is not False for done in written)  # None: put off, in a reload

@@ -76,7 +76,7 @@ def norm_rope(
     q_out, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
     q_blocks, k_blocks = (triton.cdiv(n, HEADS_PER_BLOCK) for n in (num_heads, num_kv_heads))
     if num_tokens:
-        _kernel[num_tokens, q_blocks + k_blocks](
+        _norm_rope_kernel[num_tokens, q_blocks + k_blocks](
             q, k, q_out, k_out, q_weight, k_weight, table, positions, q.stride(0), k.stride(0), eps, offset,
             N=num_heads, K=num_kv_heads, H=head_dim, R=table.shape[1] // 2, Q_BLOCKS=q_blocks,
             HAS_NORM=q_weight is not None, WEIGHT_IN_FP32=weight_in_fp32, INTERLEAVED=interleaved,
@@ -93,7 +93,7 @@ def _(q, k, q_weight, k_weight, table, positions, eps, offset, weight_in_fp32, i
 if triton is not None:
 
     @triton.jit
-    def _kernel(
+    def _norm_rope_kernel(
         q, k, q_out, k_out, q_weight, k_weight, table, positions, q_stride, k_stride, eps, offset,
         N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, R: tl.constexpr, Q_BLOCKS: tl.constexpr,
         HAS_NORM: tl.constexpr, WEIGHT_IN_FP32: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,

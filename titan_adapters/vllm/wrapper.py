@@ -21,6 +21,7 @@ from titan_adapters.state_dict import StateDictAdapter, native_tensors
 from titan_adapters.vllm.honours import unpageable
 from titan_adapters.vllm.loader import WeightWriter
 from titan_adapters.vllm.parallel import Parallel, check_parallel
+from titan_adapters.vllm.passes import add_passes
 from titan_adapters.vllm.plugin import DCP_FORMAT
 from titan_adapters.vllm.stage import this_stage
 from titan_adapters.vllm.swap import swap_modules
@@ -38,6 +39,7 @@ class TitanBackbone(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
         refuse_unsupported(vllm_config)
+        add_passes(vllm_config)
         identity = identity_of(vllm_config)
         check_parallel(identity.model, identity.config, Parallel.from_vllm(vllm_config))
         if problems := unpageable(identity.config, vllm_config.cache_config.block_size):
@@ -50,7 +52,7 @@ class TitanBackbone(nn.Module):
         device = torch.get_default_device()
         self.stage = this_stage(identity.config.num_layers)
         swap = swap_modules(self.model, self.stage, vllm_config, f"{prefix}." if prefix else "", device)
-        self.writer = WeightWriter(adapter, expected, swap)
+        self.writer = WeightWriter(adapter, expected, swap, device)
 
     def forward(
         self,
