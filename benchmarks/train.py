@@ -60,7 +60,7 @@ def main(
     compiled: Annotated[bool, typer.Option("--compile/--eager")] = True,
     output: Path | None = None,
 ) -> None:
-    """Measure and print; the exit code is 1 if the implementations don't agree."""
+    """Measure and print; the exit code is 1 if there is nothing to compare, or if it is not the same function."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     attention = attention or ("flex" if device.type == "cuda" else "reference")
     options = {"layers": layers, "batch": batch, "length": length, "repeats": repeats, "steps": steps, "dtype": dtype}
@@ -106,8 +106,11 @@ def main(
         temporary = output.with_suffix(".tmp")
         temporary.write_text(json.dumps(document, indent=2) + "\n")
         temporary.rename(output)
-    if not agree:
-        console.print("The implementations don't compute the same function.")
+    problem = "The implementations don't compute the same function." if not agree else ""
+    if len(trainees) == 1:
+        problem = "No attention of transformers trains here; name another with --peer."
+    if problem:
+        console.print(problem)
         raise typer.Exit(1)
 
 
