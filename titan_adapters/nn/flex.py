@@ -66,16 +66,11 @@ def attend_by_blocks(
     q_BNSH: Tensor, k_BKSH: Tensor, v_BKSV: Tensor, mask: BlockMask, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """[B, N, S, V], scores and their softmax in fp32 in the kernel."""
-    softcap = spec.softcap
-
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
     out, aux = _fast(flex_attention, q_BNSH.device)(
         q_BNSH,
         k_BKSH,
         v_BKSV,
-        score_mod=None if softcap is None else cap,
+        score_mod=None if spec.softcap is None else capped(spec.softcap),
         block_mask=mask,
         scale=spec.scale,
         enable_gqa=q_BNSH.shape[1] != k_BKSH.shape[1],
@@ -86,6 +81,15 @@ def attend_by_blocks(
     # A sink is one more term in the softmax's sum: exp(lse) / (exp(lse) + exp(sink)) of the weight is left to the keys.
     kept_BNS = torch.sigmoid(aux.lse - sinks.float()[:, None])
     return (out * kept_BNS[..., None]).to(out.dtype)
+
+
+def capped(softcap: float) -> Callable[..., Tensor]:
+    """flex_attention's score_mod: (score, batch, head, query, key) -> score."""
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 def _fast(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
