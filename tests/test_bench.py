@@ -127,8 +127,8 @@ def test_rounds_are_interleaved_and_a_failure_is_left_out(calls, tmp_path):
     assert calls() == [
         *("start native", "start transformers", "start ours"),
         *("0 prefill native", "0 prefill transformers", "0 prefill ours"),
-        *("1 prefill native", "1 prefill transformers", "1 prefill ours"),
-        *("2 prefill native", "2 prefill transformers", "close transformers", "2 prefill ours"),
+        *("1 prefill transformers", "1 prefill ours", "1 prefill native"),
+        *("2 prefill ours", "2 prefill native", "2 prefill transformers", "close transformers"),
         *("close native", "close ours"),
     ]
     both = {"start s": [1.0], "prefill tok/s": [20.0, 20.0], "host peak GiB": [2.0]}

@@ -123,7 +123,7 @@ class Run:
         for number in range(self.settings.repeats + 1) if measurements else ():
             begin = time.perf_counter()
             for title, measure in measurements.items():
-                for name in list(self._engines):
+                for name in self._order(number):
                     engine, seed = self._engines[name], f"{number} {title}"  # the same prompts for all
                     with self._failing(name):
                         rates = measure(lambda *lengths, engine=engine, seed=seed: engine.seconds(*lengths, seed))
@@ -136,6 +136,12 @@ class Run:
             for name in list(self._engines):
                 with self._failing(name):
                     self._record(name, self._engines[name].memory())
+
+    def _order(self, number: int) -> list[str]:
+        """Another implementation begins each round: whoever runs after others finds a warmer machine."""
+        names = list(self._engines)
+        first = number % len(names) if names else 0
+        return names[first:] + names[:first]
 
     def _record(self, name: str, values: dict[str, float]) -> None:
         for point, value in values.items():
