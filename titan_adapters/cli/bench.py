@@ -120,7 +120,7 @@ def bench(
     if "long" in workload.points and workload.fitting_lengths() != long_lengths:
         console.print("long prompts that don't fit --max-model-len with their output are left out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that children are ended
-    report = Report(sys.argv, context.params, options, growth)
+    report = Report(["titan-adapters", *sys.argv[1:]], context.params, options, growth)
 
     def measure(size: int, folder: Path) -> None:
         def save(results: Results) -> None:
