@@ -17,6 +17,7 @@ from titan_adapters.config import (
 )
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import TitanError
+from titan_adapters.fingerprints import fingerprint, fingerprint_differences
 from titan_adapters.hf_config import emit_hf_config, read_hf_config, write_hf_config
 from titan_adapters.hf_diff import diff_hf_config
 from titan_adapters.hf_reader import HFReader

@@ -1,20 +1,19 @@
 """Writing weights into a swapped model, with exact accounting, and the `titan_skip` and `titan_dcp` load formats."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from titan_adapters.checkpoint import open_weights
 from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
-from titan_adapters.vllm.moe import ExpertShard, write_experts
-from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap
+from titan_adapters.vllm.moves import Swap, write_one
+from titan_adapters.vllm.weight_map import WeightMap
 
 logger = init_logger("vllm.titan_adapters")
 
@@ -33,10 +32,13 @@ class WeightWriter:
 
     def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap):
         self._adapter = adapter
+        self.natives = expected
+        """Those of all pipeline stages."""
         self._elsewhere = {name for name in expected if swap.is_elsewhere(name)}
         expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
         self._expected = expected
         self._swap = swap
+        self.weight_map = WeightMap(swap, expected)
         self._session: Session | None = None
         self._layers = swap.by_module(expected)
         self._held: dict[str, Tensor] = {}
@@ -110,7 +112,7 @@ class WeightWriter:
             for target in {id(state[n]): n for n in (alias, name)}.values():
                 if not reloading:
                     self._check_changeable(target.rpartition(".")[0])
-                _write_one(state[target], target, self._held[part], shard)
+                write_one(state[target], target, self._held[part], shard)
             del self._held[part]
             self.unwritten.discard(part)
             written.add(name)
@@ -122,19 +124,6 @@ class WeightWriter:
                 f"{path} holds its weights in another layout by now, which only a reload renews.",
                 fix='update through collective_rpc("reload_weights", ...), which restores the layout.',
             )
-
-
-def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> None:
-    if isinstance(shard, ExpertShard):
-        write_experts(parameter, name, tensor, shard)
-        return
-    loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
-    if shard is None:
-        loader(parameter, tensor)
-    elif isinstance(shard, ReplicatedHeads):
-        loader(parameter, shard.repeat(tensor))
-    else:
-        loader(parameter, tensor, shard)
 
 
 def _writer_of(model: nn.Module) -> WeightWriter:
