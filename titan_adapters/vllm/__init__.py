@@ -3,6 +3,7 @@
 from titan_adapters.vllm.llm import LLM, engine_args
 from titan_adapters.vllm.proof import ProofRow, fingerprint, weight_proof
 from titan_adapters.vllm.recorder import RecordedRouting, record_routing
+from titan_adapters.vllm.verification import verify
 
 __all__ = [
     "LLM",
@@ -11,5 +12,6 @@ __all__ = [
     "engine_args",
     "fingerprint",
     "record_routing",
+    "verify",
     "weight_proof",
 ]
