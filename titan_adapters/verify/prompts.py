@@ -47,7 +47,11 @@ def edge_lengths(config: TransformerConfig, tp: int, block_size: int, limit: int
     return sorted(n for n in edges if 0 < n <= min(limit, LONGEST_COUNT))
 
 
-def unreached(config: TransformerConfig, longest: int) -> list[str]:
-    """Windows and chunks that no sequence of `longest` tokens goes beyond."""
-    found = {("window", s.window) for s in config.attention_specs()} | {("chunk", s.chunk) for s in config.attention_specs()}
-    return [f"a {kind} of {span} tokens" for kind, span in sorted(found, key=str) if span is not None and span >= longest]
+def spans_reached(config: TransformerConfig, longest: int) -> tuple[list[str], list[str]]:
+    """Windows and chunks that a sequence of `longest` tokens goes beyond, and those that it does not."""
+    specs = config.attention_specs()
+    spans = {("window", spec.window) for spec in specs} | {("chunk", spec.chunk) for spec in specs}
+    found: tuple[list[str], list[str]] = ([], [])
+    for kind, span in sorted((kind, span) for kind, span in spans if span is not None):
+        found[span >= longest].append(f"a {kind} of {span}")
+    return found

@@ -99,7 +99,7 @@ class Report(_Data):
 
     def __rich__(self) -> Group:
         columns = (Column("claim"), Column("verdict"), Column("why", overflow="fold", ratio=1))
-        table = Table(*columns, title=f"{self.model}: {self.checkpoint}", expand=True)
+        table = Table(*columns, title=Text(f"{self.model}, {self.checkpoint}"), expand=True)
         for row in self.rows:
             table.add_row(row.name, Text(row.verdict, COLOURS[row.verdict]), Text(row.why))
         headline = Text(self.headline, "bold red" if self.failed else "bold green")

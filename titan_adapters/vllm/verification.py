@@ -6,6 +6,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +17,10 @@ from titan_adapters.checkpoint import load_model
 from titan_adapters.checkpoint.api import convert_checkpoint
 from titan_adapters.errors import EngineError, TitanError
 from titan_adapters.registry import import_path
-from titan_adapters.verify.judge import Judge
+from titan_adapters.verify.judge import Judge, Run
 from titan_adapters.verify.metrics import Scored
-from titan_adapters.verify.prompts import unreached
-from titan_adapters.verify.references import WIDER, References
+from titan_adapters.verify.prompts import spans_reached
+from titan_adapters.verify.references import WIDER, score_with_torch, score_with_transformers
 from titan_adapters.verify.report import Report, Row, StageRow
 from titan_adapters.verify.rules import RULES
 from titan_adapters.verify.stages import check_stages, first_fault
@@ -93,7 +94,7 @@ class _Findings:
         self._judge = self._compute()
         for name, (engine, run) in runs.runs.items():
             self.rows.append(self._judge.row(name, engine, run))
-        self.rows.append(self._spans())
+        self.rows += self._spans()
         if "hf" in against:
             self._transformers()
         if native is not None:
@@ -102,15 +103,15 @@ class _Findings:
     def _compute(self) -> Judge:
         """Plain torch, in both precisions, on every sequence that any engine scored; and the stages."""
         runs = self._runs
-        references = References(s.tokens for _, run in runs.runs.values() for s in run.outputs)
+        sequences = {s.tokens for _, run in runs.runs.values() for s in run.outputs}
         with runs.phase(f"plain torch in {dtype_name(runs.dtype)}"):
             model = load_model(runs.checkpoint, dtype=runs.dtype, device=self._device).eval()
-            served = references.torch(model)
+            served = score_with_torch(model, sequences)
         with runs.phase("stages again in fp64"):
             self._check_stages(model)
         wider = WIDER[runs.dtype]
         with runs.phase(f"plain torch in {dtype_name(wider)}"):
-            return Judge(served, references.torch(model.to(wider)))
+            return Judge(served, score_with_torch(model.to(wider), sequences))
 
     def _check_stages(self, model: Any) -> None:
         name = "stages, one by one"
@@ -128,10 +129,9 @@ class _Findings:
         open_ = [v for v in verdicts if v.verdict == "not proven"]
         figures: dict[str, Any] = {"stages": len(verdicts), "not proven": len(open_)}
         if fault is not None:
-            self.fault = (
-                f"{fault.path} ({fault.kind}) gives another function: relative error {fault.error:.2g}, rounding would "
-                f"be at most {fault.allowed:.2g}" + (f"; {fault.detail}" if fault.detail else "")
-            )
+            sizes = f"relative error {fault.error:.2g}, rounding would be at most {fault.allowed:.2g}"
+            why = sizes if fault.allowed else fault.detail
+            self.fault = f"{fault.path} ({fault.kind}) gives another function: {why}"
             self.rows.append(Row(name=name, verdict="failed", why=self.fault, engine="small", figures=figures))
             return
         why = f"{len(verdicts) - len(open_)} stages run again in fp64, each on the engine's own input"
@@ -140,18 +140,18 @@ class _Findings:
         verdict = "not proven" if open_ else "proven"
         self.rows.append(Row(name=name, verdict=verdict, why=why, engine="small", figures=figures))
 
-    def _spans(self) -> Row:
-        """Whether anything that ran was long enough for the windows and chunks to matter."""
-        name, longest = "windows and chunks", self._runs.longest
-        specs = self._runs.config.attention_specs()
-        spans = {span for spec in specs for span in (spec.window, spec.chunk) if span is not None}
-        if missing := unreached(self._runs.config, longest):
-            why = f"nothing that ran was longer than {longest} tokens, so not beyond {', '.join(missing)}"
-            return Row(name=name, verdict="not proven", why=why, engine="served")
-        if not spans:
-            return Row(name=name, verdict="proven", why="no layer has any", engine="served")
-        counts = self._judge.row(name, "served", self._runs.runs["token counts"][1])
-        return counts
+    def _spans(self) -> list[Row]:
+        """Whether anything that ran was long enough for the windows and chunks to matter, if there are any."""
+        engine, run = self._runs.runs["token counts"]
+        reached, missing = spans_reached(self._runs.config, self._runs.longest)
+        if not reached and not missing:
+            return []
+        if missing and not run.missing:
+            why = f"nothing that ran was longer than {self._runs.longest} tokens, so not beyond {', '.join(missing)}"
+            run = Run(missing=why)
+        else:
+            run = replace(run, how=f"prompts that end before, at and after the edge of {', '.join(reached)}")
+        return [self._judge.row("windows and chunks", engine, run)]
 
     def _published(self) -> Path:
         """A published folder of the weights in the served dtype."""
@@ -164,10 +164,11 @@ class _Findings:
         return folder
 
     def _transformers(self) -> None:
-        references = References(s.tokens for s in self._whole.outputs)
         try:
             with self._runs.phase("transformers in float32"):
-                scores = references.transformers(self._published(), self._device)
+                scores = score_with_transformers(
+                    self._published(), (s.tokens for s in self._whole.outputs), self._device
+                )
         except (TitanError, ImportError, ValueError, OSError, KeyError) as error:
             why = f"transformers' model could not be run: {scenarios.one_line(error)}"
             self.rows.append(Row(name=HF, verdict="not proven", why=why))
