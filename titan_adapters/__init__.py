@@ -85,7 +85,7 @@ from titan_adapters.state_dict import (
 )
 
 if TYPE_CHECKING:
-    from titan_adapters import testing, vllm
+    from titan_adapters import testing, verify, vllm
 
 __version__ = "0.1.0"
 
@@ -170,12 +170,13 @@ __all__ = [
     "save_checkpoint",
     "testing",
     "torchtitan_adapter",
+    "verify",
     "vllm",
     "vocabwise",
     "write_hf_config",
 ]
 
-_LAZY = {"testing", "vllm"}  # heavy or engine-bound: imported on first use
+_LAZY = {"testing", "verify", "vllm"}  # heavy or engine-bound: imported on first use
 
 
 def __getattr__(name: str) -> Any:

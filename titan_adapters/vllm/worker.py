@@ -3,6 +3,7 @@
 from typing import Any
 
 from titan_adapters.vllm.recorder import RoutingRecorder
+from titan_adapters.vllm.stage_recorder import StageRecorder, Steps
 
 EXTENSION = "titan_adapters.vllm.worker.TitanWorker"
 
@@ -11,6 +12,7 @@ class TitanWorker:
     """Mixed into vLLM's worker class in every worker process."""
 
     titan_recorder: RoutingRecorder
+    titan_stage_recorder: StageRecorder
 
     def titan_warm_up(self) -> None:
         """Run once on a dummy token, if vLLM has not.
@@ -51,3 +53,12 @@ class TitanWorker:
         reports: list[Any] = [None] * group.world_size
         dist.all_gather_object(reports, report, group=group.cpu_group)
         return reports
+
+    def titan_start_stages(self, layers: list[int] | None) -> list[str]:
+        """Record what the stages of these layers, or of all, get and give from the next step on. Returns as above."""
+        self.titan_stage_recorder = StageRecorder(self.model_runner, layers)  # type: ignore[attr-defined]
+        return self.titan_stage_recorder.start()
+
+    def titan_stop_stages(self, folder: str) -> tuple[str, Steps]:
+        """Stop, and return the file in `folder` with this worker's tensors, and whose they are."""
+        return self.titan_stage_recorder.stop(folder)
