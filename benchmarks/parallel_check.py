@@ -119,14 +119,14 @@ def main(
                 if "failure" not in found:
                     reference = found["outputs"] if layout == "one rank" else reference
                     if reference is not None:
-                        row |= asdict(compare_outputs(found["outputs"], reference))
+                        row |= asdict(compare_outputs(found["outputs"], reference)) | {"points": None}
                 rows.append(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
     table = Table("model", "layout", "graphs", "greedy tokens", "differ", "near ties", "logprob mean", "max", "start s")
     for row in rows:
         if "mismatches" in row:
             counts = (row["tokens"], len(row["mismatches"]), row["near_ties"])
-            gaps = (f"{row['prompt_logprob_mean']:.5f}", f"{row['prompt_logprob_max']:.4f}", f"{row['start']:.1f}")
+            gaps = (f"{row['mean']:.5f}", f"{row['max']:.4f}", f"{row['start']:.1f}")
             table.add_row(row["model"], row["layout"], row["graphs"], *map(str, counts), *gaps)
         else:
             table.add_row(row["model"], row["layout"], row.get("failure", "nothing to compare with"))

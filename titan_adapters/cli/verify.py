@@ -2,8 +2,6 @@
 
 import json
 import os
-import shlex
-import sys
 from argparse import SUPPRESS
 from dataclasses import fields
 from enum import StrEnum
@@ -60,7 +58,6 @@ def verify(
             dtype=dtype and dtype.value,
             output=output,
             seed=seed,
-            command=shlex.join(["titan-adapters", *sys.argv[1:]]),
             progress=lambda phase: status.update(f"{phase} ..."),
             **options,
         )

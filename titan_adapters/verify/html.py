@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from titan_adapters.verify.plots import plots
-from titan_adapters.verify.report import Report, Row, StageRow
+from titan_adapters.verify.report import Report, Row
+from titan_adapters.verify.stages import StageVerdict
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fbfbf9; --card: #fff; --ink: #1c1e21; --soft: #5f6670; --grid: #dcdfe3;
@@ -20,25 +21,28 @@ p { margin: .5rem 0; } .soft { color: var(--soft); } code { font-size: .9em; ove
   margin: 1.25rem 0; font-size: 1.1rem; box-shadow: 0 0 0 1px var(--grid); overflow-wrap: anywhere; }
 .banner.failed { border-color: var(--bad); }
 .card { background: var(--card); border-radius: 6px; box-shadow: 0 0 0 1px var(--grid); overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .5rem .75rem; vertical-align: top; }
-tr + tr > *, tbody tr > * { border-top: 1px solid var(--grid); } th { font-weight: 600; white-space: nowrap; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .5rem .75rem; vertical-align: top; }
+tbody tr > * { border-top: 1px solid var(--grid); }
+th { font-weight: 600; white-space: nowrap; }
 thead th { color: var(--soft); font-size: .85rem; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
-.badge { font-weight: 600; white-space: nowrap; } .proven { color: var(--good); } .failed .badge, .wrong { color: var(--bad); }
-.not-proven { color: var(--open); } td.why { overflow-wrap: anywhere; min-width: 18rem; }
+.badge { font-weight: 600; white-space: nowrap; }
+td.proven { color: var(--good); } td.failed, td.wrong { color: var(--bad); }
+td.not-proven { color: var(--open); } td.why { overflow-wrap: anywhere; min-width: 18rem; }
 .figures { color: var(--soft); font-size: .85rem; margin-top: .2rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .75rem; } figure.wide { grid-column: 1 / -1; } figure svg { width: 100%; height: auto; }
 figcaption { color: var(--soft); font-size: .85rem; } summary { cursor: pointer; padding: .5rem 0; }
 """
-MARKS = {"proven": "✓ proven", "failed": "✗ failed", "not proven": "– not proven"}
+MARKS = {"proven": "✓ proven", "failed": "✗ failed", "not proven": "? not proven"}
 
 
 def page(report: Report) -> str:
     """HTML, UTF-8."""
     drawn = plots(report)
     figures = "".join(
-        f'<figure class="card{" wide" if i == 0 and report.stages else ""}">{svg}<figcaption>{escape(caption)}</figcaption>'
-        "</figure>"
+        f'<figure class="card{" wide" if i == 0 and report.stages else ""}">{svg}'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
         for i, (caption, svg) in enumerate(drawn.items())
     )
     failed = " failed" if report.failed else ""
@@ -79,8 +83,8 @@ def _row(row: Row) -> str:
     small = f'<div class="figures">{escape(figures)}</div>' if figures else ""
     kind = row.verdict.replace(" ", "-")
     return (
-        f'<tr class="{kind}"><th>{escape(row.name)}</th><td class="badge {kind}">{MARKS[row.verdict]}</td>'
-        f'<td class="why" style="color: var(--ink)">{escape(row.why)}{small}</td></tr>'
+        f'<tr><th>{escape(row.name)}</th><td class="badge {kind}">{MARKS[row.verdict]}</td>'
+        f'<td class="why">{escape(row.why)}{small}</td></tr>'
     )
 
 
@@ -95,8 +99,8 @@ def _words(report: Report) -> Iterable[str]:
         if names:
             yield f"<p><strong>{title}:</strong> {escape(', '.join(names))}.</p>"
     yield (
-        "<p>A proof here is a measurement: on these prompts the engine's logprobs are as near to the author's model as the "
-        "author's model in the same dtype is to itself in a wider one. Nothing is said about other weights, other "
+        "<p>A proof here is a measurement: on these prompts the engine's logprobs are as near to the author's model as "
+        "the author's model in the same dtype is to itself in a wider one. Nothing is said about other weights, other "
         "settings, another machine, or sampling.</p>"
     )
 
@@ -118,7 +122,7 @@ def _pairs(values: Mapping[str, str]) -> str:
     return f'<div class="card"><table><tbody>{rows}</tbody></table></div>'
 
 
-def _stages(stages: list[StageRow]) -> str:
+def _stages(stages: list[StageVerdict]) -> str:
     if not stages:
         return ""
     rows = "".join(

@@ -40,10 +40,8 @@ class Judge:
 
     def row(self, name: str, engine: str, run: Run) -> Row:
         """Of a scenario, compared with plain torch and with its counterpart."""
-        if run.failure:
-            return Row(name=name, verdict="failed", why=f"the engine broke with {run.failure}", engine=engine)
-        if run.missing:
-            return Row(name=name, verdict="not proven", why=run.missing, engine=engine)
+        if row := _not_run(name, engine, run):
+            return row
         found = self.against_torch(run.outputs)
         allowed = self._allowed(run.outputs)
         wrong = problems(found, allowed, self.noise.allowed_max)
@@ -55,7 +53,9 @@ class Judge:
         return _row(name, engine, run.how, found, allowed, wrong, figures)
 
     def against(self, name: str, run: Run, reference: Sequence[Scored]) -> Row:
-        """The served engine's prompts, compared with another implementation's in the served dtype."""
+        """The served engine's prompts, compared with another implementation."""
+        if row := _not_run(name, "served", run):
+            return row
         found = compare(run.outputs, reference, self.noise.near_tie)
         allowed = self._allowed(run.outputs)
         wrong = problems(found, allowed, self.noise.allowed_max)
@@ -87,13 +87,19 @@ class Judge:
         return self.noise.allowed_mean(Noise(found.mean, found.max))
 
 
-def _row(
-    name: str, engine: str, how: str, found: Comparison, allowed: float, wrong: list[str], figures: dict
-) -> Row:
+def _not_run(name: str, engine: str, run: Run) -> Row | None:
+    if run.failure:
+        return Row(name=name, verdict="failed", why=f"the engine broke with {run.failure}", engine=engine)
+    return Row(name=name, verdict="not proven", why=run.missing, engine=engine) if run.missing else None
+
+
+def _row(name: str, engine: str, how: str, found: Comparison, allowed: float, wrong: list[str], figures: dict) -> Row:
     if wrong:
         why = "; ".join(wrong)
     else:
-        why = f"{how}: {found.tokens} tokens differ by {found.mean:.2g} nats in the mean (rounding: up to {allowed:.2g})"
+        why = (
+            f"{how}: {found.tokens} tokens differ by {found.mean:.2g} nats in the mean (rounding: up to {allowed:.2g})"
+        )
         if found.near_ties:
             why += f", {found.near_ties} best tokens at near ties"
     return Row(name=name, verdict="failed" if wrong else "proven", why=why, engine=engine, figures=figures)

@@ -20,6 +20,8 @@ COLOURS = {
 INK, GRID, OURS, TORCH, BAD = COLOURS
 SHOWN = 4000
 """Points in a scatter plot, at most."""
+LEAST = 1e-3
+"""Share of the allowed error below which a stage is drawn as if it had this one; many have none."""
 
 
 def plots(report: Report) -> dict[str, str]:
@@ -77,14 +79,12 @@ def _stages(axes: "Axes", report: Report) -> None:
     layers = [stage.layer for stage in report.stages if stage.layer is not None]
     last = max(layers, default=0) + 1
     shown = [stage for stage in report.stages if stage.verdict != "not proven" and stage.allowed > 0]
-    before = True
     for colour, label, wrong in ((OURS, "equal up to rounding", False), (BAD, "another function", True)):
         points = []
         for stage in shown:
-            before = before and stage.layer is None
             x = stage.layer if stage.layer is not None else -1 if stage.kind == "embedding" else last
             if (stage.verdict == "wrong") == wrong:
-                points.append((x, max(stage.error / stage.allowed, 1e-6)))
+                points.append((x, max(stage.error / stage.allowed, LEAST)))
         if points:
             axes.scatter(*zip(*points, strict=True), s=14, color=colour, alpha=0.6, linewidths=0, label=label)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")

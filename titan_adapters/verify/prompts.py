@@ -17,9 +17,9 @@ TEXTS = (
     "Q: What is 12 times 12?\nA:",
     "Die Hauptstadt von Deutschland ist",
     '{"name": "Ada", "born": 1815, "field": "',
-    "Chapter 1\n\nIt was a dark and stormy night; the rain fell in torrents, except at occasional intervals, when it was "
-    "checked by a violent gust of wind which swept up the streets, rattling along the housetops, and fiercely agitating "
-    "the scanty flame of the lamps that struggled against the darkness. Step by step, the traveller",
+    "Chapter 1\n\nIt was a dark and stormy night; the rain fell in torrents, except at occasional intervals, when it "
+    "was checked by a violent gust of wind which swept up the streets, rattling along the housetops, and fiercely "
+    "agitating the scanty flame of the lamps that struggled against the darkness. Step by step, the traveller",
 )
 LENGTHS = (5, 9, 17, 33, 48, 61, 70, 90)
 """Of random prompts."""

@@ -8,6 +8,8 @@ from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
+from titan_adapters.verify.stages import StageVerdict
+
 Verdict = Literal["proven", "failed", "not proven"]
 COLOURS: dict[Verdict, str] = {"proven": "green", "failed": "bold red", "not proven": "yellow"}
 JSON_NAME, PAGE_NAME = "report.json", "report.html"
@@ -29,32 +31,17 @@ class Row(_Data):
     figures: dict[str, float | int | str] = Field(default_factory=dict)
 
 
-class StageRow(_Data):
-    """One stage of one layer, run again in fp64 on what the engine gave it."""
-
-    path: str
-    layer: int | None
-    kind: str
-    error: float
-    """Relative, of the engine's output."""
-    allowed: float
-    """What rounding in the served dtype may make."""
-    verdict: str
-    """"equal", "rounding", "wrong" or "not proven"."""
-    detail: str = ""
-
-
 class Report(_Data):
     """What one run of `verify` found."""
 
     headline: str
     """One sentence: whether the engine computes the checkpoint's model, and if not, where it first does not."""
     rows: list[Row]
-    stages: list[StageRow] = Field(default_factory=list)
+    stages: list[StageVerdict] = Field(default_factory=list)
     checkpoint: str
     model: str
     command: str
-    """What was run, as typed or as a call."""
+    """Of the process that ran this."""
     when: str
     """UTC, ISO 8601."""
     versions: dict[str, str]

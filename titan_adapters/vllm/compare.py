@@ -20,9 +20,7 @@ def comparison_sampling(max_tokens: int, *, best: int = 2, prompt: bool = True) 
     """
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, logprobs=best, prompt_logprobs=best if prompt else None
-    )
+    return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=best, prompt_logprobs=best if prompt else None)
 
 
 def scored(output: "RequestOutput") -> Scored:

@@ -17,7 +17,9 @@ from titan_adapters.verify.records import StageRecords
 from titan_adapters.verify.report import Row
 from titan_adapters.vllm import scenarios
 from titan_adapters.vllm.llm import LLM
+from titan_adapters.vllm.proof import weight_proof
 from titan_adapters.vllm.scenarios import NEW_TOKENS, attempt
+from titan_adapters.vllm.stages import record_stages
 
 if TYPE_CHECKING:
     import vllm
@@ -43,7 +45,10 @@ class EngineRuns:
         self.dtype: torch.dtype = getattr(torch, dtype or self.config.dtype)
         tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
         self.tokenizer = "tokenizer" in options or any((checkpoint / name).exists() for name in tokenizers)
-        self.options = {"skip_tokenizer_init": not self.tokenizer, "dtype": str(self.dtype).removeprefix("torch.")} | options
+        self.options = {
+            "skip_tokenizer_init": not self.tokenizer,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        } | options
         self.tp = options.get("tensor_parallel_size", 1)
         self.pp = options.get("pipeline_parallel_size", 1)
         self.runs: dict[str, tuple[str, Run]] = {}
@@ -119,8 +124,8 @@ class EngineRuns:
         short = [prompt for prompt in self.prompts if len(prompt) <= SMALL_LONGEST]
         needed = max([len(prompt) + NEW_TOKENS for prompt in short] + [4 * SMALL_BLOCK])
         blocks = -(-needed // block) + 1
-        # One request of the longest kind must fit, more than a few must not. vLLM keeps layers in groups of one kind and
-        # equal size, each with blocks of its own.
+        # The longest request must fit, many must not. vLLM keeps layers in groups of one kind and equal size, each with
+        # blocks of its own.
         kinds = [(spec.window, spec.chunk) for spec in self.config.attention_specs()]
         counts = [kinds.count(kind) for kind in set(kinds)]
         groups = sum(-(-count // min(counts)) for count in counts)
@@ -144,7 +149,7 @@ class EngineRuns:
                 self._run(rows[1], "small", scenarios.preemption, llm, crowd)
                 self.runs[rows[2]] = ("small", self._compiled(whole))
                 self._record_stages(llm, short)
-        except Exception as error:
+        except Exception as error:  # of any layer of vLLM
             reason = f"the engine for it could not be run: {scenarios.one_line(error)}"
             self.not_recorded = self.not_recorded or reason
             for row in rows:
@@ -162,8 +167,11 @@ class EngineRuns:
             "enable_expert_parallel": False,
         }
         whole = self.runs["whole prompt"][1].outputs
-        with self.engine("one-rank", lambda: self._start(**options)) as llm:
-            outputs = attempt(lambda: Run(scenarios.alone(llm, self.prompts)))
+        try:
+            with self.engine("one-rank", lambda: self._start(**options)) as llm:
+                outputs = attempt(lambda: Run(scenarios.alone(llm, self.prompts)))
+        except Exception as error:  # of any layer of vLLM
+            outputs = Run(missing=f"the engine for it could not be run: {scenarios.one_line(error)}")
         sizes = f"tensor_parallel_size = {self.tp}, pipeline_parallel_size = {self.pp}"
         outputs.counterpart, outputs.how = whole, f"{len(self.prompts)} prompts with {sizes}, and with one rank"
         self.runs[name] = ("one-rank", outputs)
@@ -208,8 +216,6 @@ class EngineRuns:
     # What is not about logprobs
 
     def _weights(self, llm: "vllm.LLM") -> None:
-        from titan_adapters.vllm.proof import weight_proof
-
         with self.phase("read the weights back"):
             found = weight_proof(llm, against=self.checkpoint)
         for row in found:
@@ -219,9 +225,10 @@ class EngineRuns:
             self.rows.append(Row(name=f"weights: {row.claim}", verdict=row.verdict, why=why, engine="served"))
 
     def _record_stages(self, llm: "vllm.LLM", prompts: list[list[int]]) -> None:
-        from titan_adapters.vllm.stages import record_stages
-
-        asked = sorted(prompts, key=len)[-1:]
+        if not prompts:
+            self.not_recorded = f"no prompt has at most {SMALL_LONGEST} tokens"
+            return
+        asked = [max(prompts, key=len)]
         with record_stages(llm) as recorded:
             outputs = scenarios.generate(llm, asked, 4)
         self.records = [recorded.of(output) for output in outputs]

@@ -78,7 +78,7 @@ def decode_against_prefill(llm: "vllm.LLM", whole: Run) -> Run:
         return Run(missing="nothing was generated before")
     prefilled = alone(llm, [sequence.tokens for sequence in decoded], 1)
     generated = [s.between(len(s.tokens) - NEW_TOKENS, len(s.tokens)) for s in decoded]
-    how = f"{NEW_TOKENS} generated tokens of {len(decoded)} prompts, generated one by one, and again as a part of a prompt"
+    how = f"{NEW_TOKENS} tokens of {len(decoded)} prompts, generated one by one, and again as a part of a prompt"
     return Run(generated, [s.between(s.start, len(s.tokens) - 1) for s in prefilled], how=how)
 
 
@@ -99,7 +99,9 @@ def preemption(llm: "vllm.LLM", prompts: Prompts) -> Run:
     happened = preemptions(llm) - before
     if not happened:
         return Run(missing="the engine's metrics report no preemption")
-    how = f"{len(prompts)} requests in a KV cache too small for them; the engine's metrics report {happened} preemptions"
+    how = (
+        f"{len(prompts)} requests in a KV cache too small for them; the engine's metrics report {happened} preemptions"
+    )
     return Run([scored(output) for output in outputs], how=how)
 
 

@@ -21,9 +21,9 @@ from titan_adapters.verify.judge import Judge, Run
 from titan_adapters.verify.metrics import Scored
 from titan_adapters.verify.prompts import spans_reached
 from titan_adapters.verify.references import WIDER, score_with_torch, score_with_transformers
-from titan_adapters.verify.report import Report, Row, StageRow
+from titan_adapters.verify.report import Report, Row
 from titan_adapters.verify.rules import RULES
-from titan_adapters.verify.stages import check_stages, first_fault
+from titan_adapters.verify.stages import StageVerdict, check_stages, first_fault
 from titan_adapters.vllm import scenarios
 from titan_adapters.vllm.engine_runs import EngineRuns, Prompt, dtype_name
 
@@ -40,7 +40,6 @@ def verify(
     dtype: str | None = None,
     output: str | Path | None = None,
     seed: int = 0,
-    command: str | None = None,
     progress: Callable[[str], None] = lambda phase: None,
     **engine_kwargs: Any,
 ) -> Report:
@@ -58,7 +57,6 @@ def verify(
         dtype: Served dtype. Default: the checkpoint's.
         output: Folder for `report.json` and `report.html`.
         seed: Of random tokens.
-        command: What the report gives as the command. Default: that of this process.
         progress: Called with the title of every phase.
         engine_kwargs: The settings that will be served, as for `ta.vllm.LLM`.
 
@@ -73,7 +71,7 @@ def verify(
     runs.one_rank()
     with tempfile.TemporaryDirectory(prefix="titan_verify_") as scratch:
         found = _Findings(runs, against, Path(scratch))
-    report = found.report(command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]))
+    report = found.report()
     if output is not None:
         report.save(output)
     return report
@@ -85,7 +83,7 @@ class _Findings:
     def __init__(self, runs: EngineRuns, against: Sequence[Reference], scratch: Path):
         self._runs, self._scratch = runs, scratch
         self.rows = list(runs.rows)
-        self.stages: list[StageRow] = []
+        self.stages: list[StageVerdict] = []
         self.fault = ""
         """Where the first stage is that computes another function."""
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +96,7 @@ class _Findings:
         if "hf" in against:
             self._transformers()
         if native is not None:
-            self.rows.append(self._judge.against(NATIVE, self._whole, native) if isinstance(native, list) else native)
+            self.rows.append(native if isinstance(native, Row) else self._judge.against(NATIVE, self._whole, native))
 
     def _compute(self) -> Judge:
         """Plain torch, in both precisions, on every sequence that any engine scored; and the stages."""
@@ -118,13 +116,7 @@ class _Findings:
         if self._runs.not_recorded:
             self.rows.append(Row(name=name, verdict="not proven", why=self._runs.not_recorded, engine="small"))
             return
-        verdicts = [v for r in self._runs.records for v in check_stages(model, r, self._runs.dtype)]
-        self.stages = [
-            StageRow(
-                path=v.path, layer=v.layer, kind=v.kind, error=v.error, allowed=v.allowed, verdict=v.verdict, detail=v.detail
-            )
-            for v in verdicts
-        ]
+        verdicts = self.stages = [v for r in self._runs.records for v in check_stages(model, r, self._runs.dtype)]
         fault = first_fault(verdicts)
         open_ = [v for v in verdicts if v.verdict == "not proven"]
         figures: dict[str, Any] = {"stages": len(verdicts), "not proven": len(open_)}
@@ -164,6 +156,9 @@ class _Findings:
         return folder
 
     def _transformers(self) -> None:
+        if not self._whole.outputs:
+            self.rows.append(self._judge.row(HF, "served", self._whole))
+            return
         try:
             with self._runs.phase("transformers in float32"):
                 scores = score_with_transformers(
@@ -174,19 +169,19 @@ class _Findings:
             self.rows.append(Row(name=HF, verdict="not proven", why=why))
             return
         found = [scores[s.tokens] for s in self._whole.outputs]
-        self.rows += [self._judge.exactly("transformers", found), self._judge.against(HF, self._whole, found)]
+        self.rows.append(self._judge.exactly("transformers", found))
+        self.rows.append(self._judge.against(HF, self._whole, found))
 
     def _native(self) -> list[Scored] | Row:
-        prompts = self._runs.prompts
         try:
             folder = self._published()
             with self._runs.engine("native", lambda: self._runs.start_native(folder)) as llm:
-                return scenarios.alone(llm, prompts)
+                return scenarios.alone(llm, self._runs.prompts)
         except Exception as error:  # of any layer of vLLM
             why = f"vLLM's own model could not be run: {scenarios.one_line(error)}"
             return Row(name=NATIVE, verdict="not proven", why=why)
 
-    def report(self, command: str) -> Report:
+    def report(self) -> Report:
         runs = self._runs
         failed = [row for row in self.rows if row.verdict == "failed"]
         proven = sum(row.verdict == "proven" for row in self.rows)
@@ -207,7 +202,7 @@ class _Findings:
             stages=self.stages,
             checkpoint=str(runs.checkpoint),
             model=model,
-            command=command,
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             platform=_platform(),
