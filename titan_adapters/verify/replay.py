@@ -21,6 +21,10 @@ from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.nn import Router, Routing, SequenceInfo
 from titan_adapters.verify.records import EMBED, HEAD, Kind, StageRecords, has_rows, join, stage_kinds
 
+FP32_ARITHMETIC = 2.0**-22
+"""Relative error that is granted to kernels' inner arithmetic, four roundings to fp32: sums in whatever order, and
+exponentials that are good to a few units in the last place (measured of vLLM's on the CPU: 4.5e-7 in a softmax)."""
+
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """(engine's, plain model's) tensors with a row per position."""
 
@@ -58,9 +62,12 @@ class Replay:
     Args:
         dtype: What weights are rounded to.
         exact: Compute in fp64, not in `dtype`.
+        shaken: Give every stage the engine's input with relative errors of `FP32_ARITHMETIC`, up or down at random.
     """
 
-    def __init__(self, model: BaseTransformer, records: StageRecords, dtype: torch.dtype, *, exact: bool):
+    def __init__(
+        self, model: BaseTransformer, records: StageRecords, dtype: torch.dtype, *, exact: bool, shaken: bool = False
+    ):
         self.events: list[Event] = []
         self._model, self._records, self._dtype, self._exact = model, records, dtype, exact
         self._kinds = stage_kinds(model)
@@ -69,6 +76,7 @@ class Replay:
         self._calls: Counter[str] = Counter()
         self._inside: list[str] = []
         """Paths of the stages that are running."""
+        self._random = torch.Generator(self._device).manual_seed(0) if shaken else None
         self._known = True
         """Whether what arrives next is what the engine's stages before gave."""
 
@@ -134,12 +142,13 @@ class Replay:
             self._event(*where, zip(engine, plain, strict=True))
         self._known = True
         for i, x in zip(at, engine, strict=True):
-            leaves[i] = x
+            leaves[i] = self._shaken(x)
         args, kwargs = tree_unflatten(leaves, spec)
         if kind == "router":
-            routing = Routing(*(self._cast(shares[0]) for shares in call.outputs))
-            self._event(path, kind, self._run(path, original, routing, *args, **kwargs))
-            return routing
+            chosen = Routing(*(self._cast(shares[0]) for shares in call.outputs))
+            shaken = chosen._replace(logits=self._shaken(chosen.logits))
+            self._event(path, kind, self._run(path, original, shaken, *args, **kwargs))
+            return chosen
         plain, spec = tree_flatten(self._run(path, original, *args, **kwargs))
         engine = [self._cast(join(shares, x)) for shares, x in zip(call.outputs, plain, strict=True)]
         if kind == "attention" and not self._records.complete:
@@ -163,6 +172,12 @@ class Replay:
         x = x.to(self._device)
         return x.double() if self._exact and x.is_floating_point() else x
 
+    def _shaken(self, x: Tensor) -> Tensor:
+        if self._random is None or not x.is_floating_point():
+            return x
+        up = torch.randint(2, x.shape, generator=self._random, device=x.device)
+        return x * (1 + (2 * up - 1) * FP32_ARITHMETIC)
+
     def _event(self, path: str, kind: Kind, pairs: Pairs = (), *, problem: str = "", wrong: bool = False) -> None:
         self.events.append(Event(path, kind, list(pairs), self._positions, problem, wrong))
 
@@ -173,7 +188,7 @@ def _routings(router: Router, forward: Callable[[Tensor], Routing], engine: Rout
     Of a choice, the chosen experts' scores are compared. So a choice between equals is no difference.
     """
     logits = router.logits(x)
-    router.logits = lambda _: engine.logits  # type: ignore[method-assign]
+    setattr(router, "logits", lambda _: engine.logits)  # noqa: B010
     chosen = forward(x)
     router.replayed = engine.experts.long()
     given = forward(x)

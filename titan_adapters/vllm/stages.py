@@ -131,7 +131,8 @@ class RecordedStages:
 
     def _head_call(self, where: Sequence[tuple[int, str, int, int]]) -> Call:
         def rows(what: str) -> list[list[Tensor]]:
-            return [[torch.stack([self._workers[w].step(f"{path}/{what}/0", step)[row] for w, path, step, row in where])]]
+            found = [self._workers[index].step(f"{path}/{what}/0", step)[row] for index, path, step, row in where]
+            return [[torch.stack(found)]]
 
         return Call(rows("in"), rows("out"))
 
@@ -162,8 +163,8 @@ def record_stages(llm: "vllm.LLM", layers: Sequence[int] | None = None) -> Itera
         EngineError: the engine is compiled.
     """
     asked = None if layers is None else list(layers)
-    problems = sorted({problem for found in llm.collective_rpc("titan_start_stages", args=(asked,)) for problem in found})
-    if problems:
+    answers = llm.collective_rpc("titan_start_stages", args=(asked,))
+    if problems := sorted({problem for found in answers for problem in found}):
         raise EngineError("This engine's stages can't be recorded.", problems, fix="start an eager engine.")
     recorded = RecordedStages()
     try:
