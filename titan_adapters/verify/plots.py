@@ -30,7 +30,7 @@ def plots(report: Report) -> dict[str, str]:
         import matplotlib
     except ImportError:
         return {}
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "titan_adapters",
         "font.family": "sans-serif",
@@ -86,7 +86,8 @@ def _stages(axes: "Axes", report: Report) -> None:
             if (stage.verdict == "wrong") == wrong:
                 points.append((x, max(stage.error / stage.allowed, LEAST)))
         if points:
-            axes.scatter(*zip(*points, strict=True), s=14, color=colour, alpha=0.6, linewidths=0, label=label)
+            xs, ys = zip(*points, strict=True)
+            axes.scatter(xs, ys, s=14, color=colour, alpha=0.6, linewidths=0, label=label)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     axes.set_yscale("log")
     step = max(1, (last + 1) // 12)
