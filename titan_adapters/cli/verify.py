@@ -2,7 +2,7 @@
 
 import json
 import os
-from argparse import SUPPRESS
+from argparse import Namespace
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
@@ -76,8 +76,9 @@ def engine_options(arguments: list[str]) -> dict[str, Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="titan-adapters verify"))
-    parser.set_defaults(**{field.name: SUPPRESS for field in fields(EngineArgs)})
-    return vars(parser.parse_args(arguments))
+    unset = object()  # which no default replaces, so that what was given can be told from what was not
+    parsed = parser.parse_args(arguments, Namespace(**{field.name: unset for field in fields(EngineArgs)}))
+    return {name: value for name, value in vars(parsed).items() if value is not unset}
 
 
 def read_prompts(file: Path) -> list[str | list[int]]:
@@ -89,8 +90,8 @@ def read_prompts(file: Path) -> list[str | list[int]]:
     for number, line in enumerate(lines, 1):
         try:
             tokens = json.loads(line)
-        except json.JSONDecodeError as error:
-            tokens = str(error)
+        except json.JSONDecodeError:
+            tokens = line
         if isinstance(tokens, list) and all(type(token) is int for token in tokens):
             found.append(tokens)
         else:
