@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -44,6 +45,9 @@ def verify(
     Further options are vLLM's own (--max-model-len, --block-size, ...): the settings that will be served.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        # On a CPU, starting a process for each engine takes longer than all else. In this one, the same is computed.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     options = {name: size for name, size in sizes.items() if size > 1}
     options |= {"enforce_eager": eager} | engine_options(context.args)

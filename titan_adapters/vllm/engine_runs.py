@@ -166,25 +166,29 @@ class EngineRuns:
             "pipeline_parallel_size": 1,
             "enable_expert_parallel": False,
         }
-        whole = self.runs["whole prompt"][1].outputs
         try:
             with self.engine("one-rank", lambda: self._start(**options)) as llm:
                 outputs = attempt(lambda: Run(scenarios.alone(llm, self.prompts)))
         except Exception as error:  # of any layer of vLLM
             outputs = Run(missing=f"the engine for it could not be run: {scenarios.one_line(error)}")
+        run = self._beside_served(outputs)
         sizes = f"tensor_parallel_size = {self.tp}, pipeline_parallel_size = {self.pp}"
-        outputs.counterpart, outputs.how = whole, f"{len(self.prompts)} prompts with {sizes}, and with one rank"
-        self.runs[name] = ("one-rank", outputs)
+        run.how = f"{len(run.outputs)} prompts with {sizes}, and with one rank"
+        self.runs[name] = ("one-rank", run)
 
     def _compiled(self, eager: Run) -> Run:
         mode = self.engines["served"]["compilation"]
         if self.options.get("enforce_eager") or mode == "NONE":
             return Run(missing="the served engine is eager: nothing compiled was run")
-        known = {s.tokens[: len(s.tokens) - NEW_TOKENS]: s for s in self.runs["whole prompt"][1].outputs}
-        pairs = [(s, known.get(s.tokens[: len(s.tokens) - NEW_TOKENS])) for s in eager.outputs]
-        both = [(a, b) for a, b in pairs if b is not None]
-        how = f"{len(both)} prompts in the served engine (compiled: {mode}), and in an eager one"
-        return Run([a for a, _ in both], [b for _, b in both], how=how, failure=eager.failure)
+        run = self._beside_served(eager)
+        run.how = f"{len(run.outputs)} prompts in the served engine (compiled: {mode}), and in an eager one"
+        return run
+
+    def _beside_served(self, other: Run) -> Run:
+        """What another engine said, with what the served one said of the same prompts."""
+        served = {scenarios.prompt_of(s): s for s in self.runs["whole prompt"][1].outputs}
+        both = [(s, served[scenarios.prompt_of(s)]) for s in other.outputs if scenarios.prompt_of(s) in served]
+        return Run([a for a, _ in both], [b for _, b in both], missing=other.missing, failure=other.failure)
 
     def _run(self, row: str, engine: str, scenario: Callable[..., Run], *args: Any) -> Run:
         run = attempt(scenario, *args)
@@ -216,9 +220,7 @@ class EngineRuns:
     # What is not about logprobs
 
     def _weights(self, llm: "vllm.LLM") -> None:
-        with self.phase("read the weights back"):
-            found = weight_proof(llm, against=self.checkpoint)
-        for row in found:
+        for row in weight_proof(llm, against=self.checkpoint):
             why = row.detail if row.verdict == "proven" else "; ".join(row.problems[:3])
             more = len(row.problems) - 3
             why += f"; and {more} more" if row.verdict != "proven" and more > 0 else ""

@@ -27,16 +27,22 @@ def _best(llm: "vllm.LLM") -> int:
     return min(BEST, vocabulary, limit if limit >= 0 else vocabulary)
 
 
+def prompt_of(whole: Scored) -> tuple[int, ...]:
+    """What was given, of what `alone` returned."""
+    return whole.tokens[: len(whole.tokens) - NEW_TOKENS]
+
+
 def alone(llm: "vllm.LLM", prompts: Prompts, max_tokens: int = NEW_TOKENS) -> list[Scored]:
     return [scored(generate(llm, [prompt], max_tokens)[0]) for prompt in prompts]
 
 
 def whole_prompts(llm: "vllm.LLM", prompts: Prompts) -> Run:
     budget = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    longest = max(map(len, prompts))
-    if longest > budget:
-        return Run(missing=f"a prompt of {longest} tokens is more than max_num_batched_tokens = {budget}")
-    return Run(alone(llm, prompts), how=f"{len(prompts)} prompts of up to {longest} tokens, one after the other")
+    fitting = [prompt for prompt in prompts if len(prompt) <= budget]
+    if not fitting:
+        return Run(missing=f"every prompt is longer than max_num_batched_tokens = {budget}")
+    how = f"{len(fitting)} prompts of up to {max(map(len, fitting))} tokens, one after the other"
+    return Run(alone(llm, fitting), how=how)
 
 
 def token_counts(llm: "vllm.LLM", prompts: Prompts) -> Run:
@@ -51,6 +57,8 @@ def mixed_batch(llm: "vllm.LLM", prompts: Prompts, whole: Run) -> Run:
     if llm.llm_engine.vllm_config.scheduler_config.max_num_seqs < 2:
         return Run(missing="max_num_seqs = 1")
     outputs = [scored(output) for output in generate(llm, prompts)]
+    if len(whole.outputs) < len(prompts):
+        return Run(outputs, how=f"{len(prompts)} prompts at once, some of them longer than a step may be")
     return Run(outputs, whole.outputs, how=f"the same {len(prompts)} prompts at once, and each alone")
 
 

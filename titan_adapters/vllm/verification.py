@@ -176,7 +176,7 @@ class _Findings:
         try:
             folder = self._published()
             with self._runs.engine("native", lambda: self._runs.start_native(folder)) as llm:
-                return scenarios.alone(llm, self._runs.prompts)
+                return scenarios.alone(llm, [scenarios.prompt_of(s) for s in self._whole.outputs])
         except Exception as error:  # of any layer of vLLM
             why = f"vLLM's own model could not be run: {scenarios.one_line(error)}"
             return Row(name=NATIVE, verdict="not proven", why=why)
