@@ -62,7 +62,7 @@ def verify(
             dtype=dtype and dtype.value,
             output=output,
             seed=seed,
-            progress=lambda phase: status.update(f"{phase} ..."),
+            progress=lambda phase: status.update(f"{phase} ...") if console.is_terminal else console.print(phase),
             **options,
         )
     Console().print(report)
