@@ -142,6 +142,8 @@ __all__ = [
     "expert_rows",
     "expertwise",
     "feed_forward_rows",
+    "fingerprint",
+    "fingerprint_differences",
     "gate_up_rows",
     "get_model",
     "headwise",
