@@ -34,21 +34,21 @@ _LANES = (
     (-0x3D4D51C2D82B14B1, 0x27D4EB2F165667C5, -0x2AB32D5C9A3B1F67),
 )
 """Of each lane the odd factors of bits and index, and what is added."""
-_INDEX_LANE = (0, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
+_PLACES_LANE = (0, 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Sums(NamedTuple):
     """What some elements of a tensor add to its hash; integers modulo 2^64, in the range of int64."""
 
-    count: int = 0
-    index: int = 0
+    numel: int = 0
+    places: int = 0
     """Over their indices alone: which elements these are."""
     first: int = 0
     second: int = 0
 
     def __add__(self, other: "Sums") -> "Sums":  # type: ignore[override]
-        return Sums(self.count + other.count, *(_wrap(a + b) for a, b in zip(self[1:], other[1:], strict=True)))
+        return Sums(self.numel + other.numel, *(_wrap(a + b) for a, b in zip(self[1:], other[1:], strict=True)))
 
 
 def _wrap(number: int) -> int:
@@ -70,7 +70,7 @@ def element_sums(values: Tensor, indices: Tensor) -> Sums:
         values = values + 0.0
     bits = values.view(_BITS[values.dtype.itemsize]) if values.dtype != torch.bool else values
     bits = bits.to(torch.int64)
-    lanes = [_mixed_sum(indices, *_INDEX_LANE[1:])] + [_mixed_sum(indices, b, c, bits * a) for a, b, c in _LANES]
+    lanes = [_mixed_sum(indices, *_PLACES_LANE[1:])] + [_mixed_sum(indices, b, c, bits * a) for a, b, c in _LANES]
     return Sums(values.numel(), *torch.stack(lanes).tolist())
 
 
@@ -88,12 +88,12 @@ def _mixed_sum(indices: Tensor, factor: int, added: int, bits: Tensor | int = 0)
 
 
 @lru_cache(maxsize=256)
-def index_sum(numel: int) -> int:
-    """The `index` sum of a whole tensor. Layers repeat sizes, hence the cache."""
+def places_sum(numel: int) -> int:
+    """The `places` sum of a whole tensor. Layers repeat sizes, hence the cache."""
     total, step = 0, chunk_length(torch.device("cpu"))
     for start in range(0, numel, step):
         chunk = torch.arange(start, min(start + step, numel))
-        total += int(_mixed_sum(chunk, *_INDEX_LANE[1:]))
+        total += int(_mixed_sum(chunk, *_PLACES_LANE[1:]))
     return _wrap(total)
 
 

@@ -26,9 +26,9 @@ class NotReadable(Exception):
 def held_pieces(module: nn.Module, kind: str, templates: dict[str, Tensor], numbers: Tensor) -> Pieces:
     """The values of parameter `kind` that `module` computes with, in pieces.
 
-    A linear that the CPU has repacked is asked for them: a product with a one-hot row is exact in any dtype, but for the
-    sign of zeros, subnormals in bf16 on CPUs whose instructions for it take them for zero, and NaN or infinity, which
-    spread over their output feature. So what is shown may differ from what is held, and never hides a difference.
+    A linear that the CPU has repacked is asked for them: a product with a one-hot row is exact in any dtype. Three
+    things show as the layer computes with them, and not as they are held: zero has no sign, bf16's subnormals are zero
+    on CPUs whose instructions for it take them so, and NaN or infinity spread over all inputs of their output feature.
 
     Args:
         templates: The module's parameters as they were loaded, on the meta device, by kind.
@@ -66,7 +66,7 @@ def _asked(linear: Any, dtype: torch.dtype, numbers: Tensor) -> Pieces:
         size = min(ASKED_ROWS, columns - start)
         one_hot = torch.zeros(size, columns, dtype=dtype)
         one_hot[torch.arange(size), start + torch.arange(size)] = 1
-        yield from _chunks(linear.quant_method.apply(linear, one_hot, None), numbers[:, start : start + size].T)
+        yield from _chunks(linear.quant_method.apply(linear, one_hot, None).T, numbers[:, start : start + size])
 
 
 def _repacked(experts: RoutedExperts, kind: str, templates: dict[str, Tensor], numbers: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ def _converted(experts: RoutedExperts, backend: Any, kind: str, positions: Tenso
 
 
 def _packed_positions(kernel: Any, kind: str, templates: dict[str, Tensor], positions: Tensor) -> Tensor:
-    """The CPU's repacking takes weights of the model's dtype only, so positions travel in their bits, some at a time."""
+    """The CPU's repacking takes only weights of the model's dtype: positions travel in their bits, some at a time."""
     bits = 8 * templates[kind].dtype.itemsize
     integers = {16: torch.int16, 32: torch.int32}[bits]
-    packed = 0
+    packed = torch.zeros((), dtype=torch.int64)
     for shift in range(0, positions.numel().bit_length(), bits):
         stand_in = nn.Module()
         for name, template in templates.items():
@@ -122,5 +122,4 @@ def _packed_positions(kernel: Any, kind: str, templates: dict[str, Tensor], posi
         kernel.process_weights_after_loading(stand_in)
         found = stand_in.get_parameter(kind).data.view(integers).long() & (1 << bits) - 1
         packed = packed | found << shift
-    assert isinstance(packed, Tensor)
     return packed

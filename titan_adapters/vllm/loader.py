@@ -13,9 +13,22 @@ from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moves import Swap, write_one
+from titan_adapters.vllm.readings import unwritten
 from titan_adapters.vllm.weight_map import WeightMap
 
 logger = init_logger("vllm.titan_adapters")
+
+
+POISON = "titan_poison"
+"""Key of vLLM's `additional_config`: True fills parameters with NaN before the first load, and refuses what is left."""
+
+
+def poison(model: nn.Module) -> None:
+    """Fill every parameter with NaN, so that an element that no load writes can't be mistaken for a weight."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(float("nan"))
 
 
 class WeightWriter:
@@ -28,9 +41,10 @@ class WeightWriter:
         adapter: Table between incoming and native names.
         expected: Native names and tensors (meta) of the whole model, aliases left out.
         swap: Where the native parameters of this pipeline stage went.
+        poisoned: The model is filled with NaN. The first load is refused if it leaves any.
     """
 
-    def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap):
+    def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap, *, poisoned: bool = False):
         self._adapter = adapter
         self.natives = expected
         """Those of all pipeline stages."""
@@ -38,6 +52,7 @@ class WeightWriter:
         expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
         self._expected = expected
         self._swap = swap
+        self._poisoned = poisoned
         self.weight_map = WeightMap(swap, expected)
         self._session: Session | None = None
         self._layers = swap.by_module(expected)
@@ -89,6 +104,12 @@ class WeightWriter:
         if not partial and self.unwritten:
             raise StateDictError(
                 "The load left weights unwritten.", sorted(self.unwritten), fix="report this: the row table has a gap."
+            )
+        if self._poisoned and not partial and (left := unwritten(self)):
+            raise EngineError(
+                f"NaN is left of what additional_config[{POISON!r}] filled the model with.",
+                left,
+                fix="look for NaN in the checkpoint; if it has none, report this with your vLLM version.",
             )
         if self._held:
             logger.warning("Not written until the rest of their layers comes: %s", ", ".join(sorted(self._held)))
@@ -142,10 +163,7 @@ class SkipLoader(BaseModelLoader):
         pass
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.fill_(float("nan"))
+        poison(model)
         _writer_of(model).updates_only = True
 
 

@@ -1,9 +1,12 @@
 """Methods that vLLM's workers get from us (`worker_extension_cls`), callable by name through `collective_rpc`."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from titan_adapters.vllm.recorder import RoutingRecorder
 from titan_adapters.vllm.stage_recorder import StageRecorder, Steps
+
+if TYPE_CHECKING:
+    from titan_adapters.vllm.readings import RankReport
 
 EXTENSION = "titan_adapters.vllm.worker.TitanWorker"
 
@@ -38,7 +41,7 @@ class TitanWorker:
         """Stop, and return request id -> layer -> position -> experts."""
         return self.titan_recorder.stop()
 
-    def titan_read_weights(self) -> list[dict[str, Any]]:
+    def titan_read_weights(self) -> "list[RankReport]":
         """What this rank says about its weights; under torchrun, where a rank has its own front end, what all say."""
         import torch.distributed as dist
         from vllm.distributed import get_world_group
@@ -47,10 +50,10 @@ class TitanWorker:
 
         group = get_world_group()
         writer = self.model_runner.get_model().writer  # type: ignore[attr-defined]
-        report = read_weights(writer, group.rank_in_group)._asdict()
+        report = read_weights(writer, group.rank_in_group)
         if self.parallel_config.distributed_executor_backend != "external_launcher":  # type: ignore[attr-defined]
             return [report]
-        reports: list[Any] = [None] * group.world_size
+        reports: list[RankReport] = [report] * group.world_size
         dist.all_gather_object(reports, report, group=group.cpu_group)
         return reports
 
