@@ -84,6 +84,9 @@ def test_refusals(tmp_path):
     with pytest.raises(ta.TitanError) as caught:
         ta.vllm.verify(folder, against=["jax"])
     assert "'jax' is not one of torch, hf, native" in titan_error_text(caught)
+    with pytest.raises(ta.TitanError) as caught:
+        ta.vllm.verify(folder, dtype="auto")
+    assert "choose from bfloat16, float16, float32" in titan_error_text(caught)
 
 
 def test_options_of_the_command():

@@ -77,12 +77,13 @@ def _svg(draw: Any, report: Report) -> str:
 
 def _stages(axes: "Axes", report: Report) -> None:
     layers = [stage.layer for stage in report.stages if stage.layer is not None]
-    last = max(layers, default=0) + 1
+    margin = max(1, len(set(layers)) // 12)  # so that the labels of both ends have room
+    first, last = -margin, max(layers, default=0) + margin
     shown = [stage for stage in report.stages if stage.verdict != "not proven" and stage.allowed > 0]
     for colour, label, wrong in ((OURS, "equal up to rounding", False), (BAD, "another function", True)):
         points = []
         for stage in shown:
-            x = stage.layer if stage.layer is not None else -1 if stage.kind == "embedding" else last
+            x = stage.layer if stage.layer is not None else first if stage.kind == "embedding" else last
             if (stage.verdict == "wrong") == wrong:
                 points.append((x, max(stage.error / stage.allowed, LEAST)))
         if points:
@@ -90,12 +91,11 @@ def _stages(axes: "Axes", report: Report) -> None:
             axes.scatter(xs, ys, s=14, color=colour, alpha=0.6, linewidths=0, label=label)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     axes.set_yscale("log")
-    step = max(1, (last + 1) // 12)
-    ticks = list(range(0, last, step))
-    axes.set_xticks([-1, *ticks, last], ["embed", *map(str, ticks), "head"])
+    ticks = list(range(0, last - margin + 1, margin))
+    axes.set_xticks([first, *ticks, last], ["embed", *map(str, ticks), "head"])
     axes.set_xlabel("layer")
     axes.set_ylabel("error / allowed")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 
 
 def _scatter(axes: "Axes", report: Report) -> None:

@@ -14,6 +14,7 @@ from titan_adapters.errors import EngineError
 from titan_adapters.verify import prompts as tokens_of
 from titan_adapters.verify.judge import Run
 from titan_adapters.verify.records import StageRecords
+from titan_adapters.verify.references import WIDER
 from titan_adapters.verify.report import Row
 from titan_adapters.vllm import scenarios
 from titan_adapters.vllm.llm import LLM
@@ -42,13 +43,14 @@ class EngineRuns:
         self.checkpoint, self.seed, self._progress = checkpoint, seed, progress
         self.identity = read_identity(checkpoint)
         self.config = self.identity.config
-        self.dtype: torch.dtype = getattr(torch, dtype or self.config.dtype)
+        dtypes = {dtype_name(known): known for known in WIDER}
+        name = dtype or self.config.dtype
+        if name not in dtypes:
+            raise EngineError(f"There is no yardstick for dtype {name!r}.", fix=f"choose from {', '.join(dtypes)}.")
+        self.dtype = dtypes[name]
         tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
         self.tokenizer = "tokenizer" in options or any((checkpoint / name).exists() for name in tokenizers)
-        self.options = {
-            "skip_tokenizer_init": not self.tokenizer,
-            "dtype": str(self.dtype).removeprefix("torch."),
-        } | options
+        self.options = {"skip_tokenizer_init": not self.tokenizer, "dtype": name} | options
         self.tp = options.get("tensor_parallel_size", 1)
         self.pp = options.get("pipeline_parallel_size", 1)
         self.runs: dict[str, tuple[str, Run]] = {}
