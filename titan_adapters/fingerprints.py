@@ -135,7 +135,8 @@ def fingerprint(source: BaseTransformer | str | Path, *, dtype: torch.dtype | No
             raise CheckpointError("Weights on the meta device have no values.", meta, fix="load the model first.")
         wanted = {name: tensor.dtype for name, tensor in tensors.items()}
         if dtype is not None:
-            wanted = served_dtypes(own_class(source), source.config, dtype)
+            # A head that the config wants tied, and is not, is in no such checkpoint, but belongs into a comparison.
+            wanted = dict.fromkeys(tensors, dtype) | served_dtypes(own_class(source), source.config, dtype)
         rows = whole_tensors(tensors)
     else:
         identity, weights = read_identity(source), open_weights(source)

@@ -17,8 +17,8 @@ from tests.vllm.conftest import TINY as TINY_ENGINE
 from tests.vllm.models import TINY, FreeAttention, Llama, ReplicatedOutput, Skipping
 from tests.vllm.moe_models import Mixture
 from tests.vllm.parallel_cases import GROUPS, MIXTURES
-from tests.vllm.test_proof import CLAIMS
 from tests.vllm.test_processes import assert_computed_by, run
+from tests.vllm.test_proof import CLAIMS
 from titan_adapters.contract import meta_model
 from titan_adapters.vllm import engine_args, parallel, wrapper
 from titan_adapters.vllm.parallel import Parallel, plan_problems, share_cores
@@ -80,7 +80,7 @@ def test_logprobs_and_greedy_tokens_equal_one_process(results, group, name):
 @pytest.mark.parametrize(("group", "name"), EVERY_CASE)
 def test_the_weights_of_all_ranks_are_the_models(results, group, name):
     """After the updates, where there are any."""
-    assert results(group)[name]["claims"] == dict.fromkeys(CLAIMS, ["proven", []])
+    assert results(group)[name]["claims"] == {claim: ["proven", []] for claim in CLAIMS}
 
 
 # ----- what each rank has, by hand

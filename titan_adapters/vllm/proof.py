@@ -57,10 +57,11 @@ def weight_proof(
     - readable: every parameter can be read back here. For those that can't, no other row is proven.
     - covered: of every native tensor, the ranks have each element, and count it once.
     - copies agree: what is on several ranks, or in several forms on one, is the same.
-    - no NaN: with that, `load_format="titan_skip"` and `additional_config={"titan_poison": True}` fill parameters before
-      weights come. In a layer that was asked for repacked weights, one shows as a whole row.
-    - padding is zero: what loaders fill up is zero, and there is no element that they leave as it was.
-    - ties share memory: a tied head and its embedding do, on each rank that has both.
+    - no NaN: with that, `load_format="titan_skip"` and `additional_config={"titan_poison": True}` fill parameters
+      before weights come. In a layer that was asked for repacked weights, one shows as a whole row.
+    - padding is zero: what loaders fill up is. Elements that they leave as they were (a kernel that ignores them may
+      want a longer row) are counted only.
+    - ties share memory: a tied head and its embedding do, on each rank that has both, and in the model `against`.
     - equal: the fingerprints are those of `against`.
 
     Args:
@@ -82,19 +83,19 @@ def weight_proof(
     readings = [reading for report in reports for reading in report["readings"]]
     padding = [entry for report in reports for entry in report["padding"]]
     misfilled = [f"{p['place']}: {p['nonzero']} of {p['zeros']} are not zero" for p in padding if p["nonzero"]]
-    misfilled += [f"{p['place']}: {p['unused']} are never written" for p in padding if p["unused"]]
+    zeros, unused = (sum(p[key] for p in padding) for key in ("zeros", "unused"))
     ties = [tie for report in reports for tie in report["ties"]]
+    if isinstance(against, BaseTransformer) and against.config.tied_embeddings:
+        same = against.lm_head.weight is against.tok_embeddings.weight
+        ties.append(["tok_embeddings.weight", "lm_head.weight of the model", same])
+    apart = [f"{name} and {alias} are two tensors" for name, alias, same in ties if not same]
     rows = [
         row("readable", [], f"{len(entries)} parameters"),
         row("covered", broken("covered"), f"{len(readings)} shares on {len(reports)} ranks"),
         row("copies agree", broken("copies agree"), f"{_num_copies(readings)} copies beside the first"),
         row("no NaN", _nan_lines(reports), f"{sum(reading['sums'][0] for reading in readings):,} elements"),
-        row("padding is zero", misfilled, f"{sum(p['zeros'] for p in padding):,} elements that no weight goes to"),
-        row(
-            "ties share memory",
-            [f"{a} and {b} are two tensors" for a, b, same in ties if not same],
-            f"{len(ties)} pairs",
-        ),
+        row("padding is zero", misfilled, f"{zeros:,} elements; {unused:,} more that no loader writes"),
+        row("ties share memory", apart, f"{len(ties)} pairs"),
     ]
     if against is not None:
         if not isinstance(against, Mapping):
