@@ -82,8 +82,10 @@ class StageRecorder:
         return self._layers is None or layer is None or layer in self._layers
 
     def _wrap(self, owner: Any, method: str, wrapper: Callable[..., Any]) -> None:
-        setattr(owner, method, partial(wrapper, getattr(owner, method)))
-        self._undo.append(partial(delattr, owner, method))
+        original = getattr(owner, method)
+        was_set = method in vars(owner)
+        setattr(owner, method, partial(wrapper, original))
+        self._undo.append(partial(setattr, owner, method, original) if was_set else partial(delattr, owner, method))
 
     def _begin_step(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._num_tokens = len(kwargs["positions"])
