@@ -76,7 +76,7 @@ def report(what: str, comparison: Comparison) -> None:
 def test_fp32_equals_native_llama(outputs):
     comparison = compare_outputs(outputs("ours", "float32"), outputs("native Llama", "float32"))
     report("fp32", comparison)
-    assert comparison.prompts == len(PROMPTS) and comparison.tokens > 1000
+    assert comparison.sequences == len(PROMPTS) and comparison.tokens > 1000
     assert comparison.mismatches == []
     assert comparison.mean <= FP32_MEAN
 
@@ -92,7 +92,7 @@ def test_bf16_equals_native_llama_up_to_rounding(outputs):
     ours, native = outputs("ours", "bfloat16"), outputs("native Llama", "bfloat16")
     comparison = compare_outputs(ours, native, near_tie=BF16_GAP)
     report("bf16", comparison)
-    assert comparison.prompts == len(PROMPTS)
+    assert comparison.sequences == len(PROMPTS)
     assert comparison.mismatches == []
     assert comparison.mean <= BF16_MEAN
     # Nor is ours further than native from what fp32 gives.

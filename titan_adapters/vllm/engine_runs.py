@@ -50,7 +50,7 @@ class EngineRuns:
         self.dtype = dtypes[name]
         tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
         self.tokenizer = "tokenizer" in options or any((checkpoint / name).exists() for name in tokenizers)
-        self.options = {"skip_tokenizer_init": not self.tokenizer, "dtype": name} | options
+        self.options: dict[str, Any] = {"skip_tokenizer_init": not self.tokenizer, "dtype": name} | options
         self.tp = options.get("tensor_parallel_size", 1)
         self.pp = options.get("pipeline_parallel_size", 1)
         self.runs: dict[str, tuple[str, Run]] = {}
@@ -248,7 +248,7 @@ def engine_settings(llm: "vllm.LLM") -> dict[str, str]:
         config.parallel_config,
     )
     settings = {
-        "dtype": dtype_name(model.dtype),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "compilation": config.compilation_config.mode.name,
         "CUDA graphs": str(config.compilation_config.cudagraph_mode),
         "max_model_len": model.max_model_len,

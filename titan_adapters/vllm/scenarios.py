@@ -19,7 +19,8 @@ def generate(llm: "vllm.LLM", prompts: Prompts, max_tokens: int = NEW_TOKENS, *,
     """Greedy outputs for prompts of token ids, all at once."""
     sampling = comparison_sampling(max_tokens, best=_best(llm), prompt=prompt_logprobs)
     sampling.ignore_eos, sampling.detokenize = True, False
-    return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], sampling, use_tqdm=False)
+    asked: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return llm.generate(asked, sampling, use_tqdm=False)
 
 
 def _best(llm: "vllm.LLM") -> int:
