@@ -34,6 +34,7 @@ def test_differences_and_divergence():
     found = compare([ours], [reference], near_tie=1.0)
     assert found.tokens == found.positions == 1 and found.worst == (0, 1)
     assert found.mean == found.max == pytest.approx(math.log(2))
+    assert found.relative == pytest.approx(1.0)  # from log 0.5 to log 0.25
     # 0.25 log(0.25 / 0.5) + 0.5 log(0.5 / 0.25) = 0.25 log 2
     assert found.kl_mean == found.kl_max == pytest.approx(0.25 * math.log(2), abs=1e-5)
     assert found.points == [(pytest.approx(math.log(0.5)), pytest.approx(math.log(0.25)))]

@@ -55,6 +55,8 @@ class Comparison:
     mean: float = 0.0
     """Mean absolute difference of the logprobs of the sequences' own tokens. NaN if any is."""
     max: float = 0.0
+    relative: float = 0.0
+    """2-norm of the differences over that of the reference, of all tokens together."""
     worst: tuple[int, int] | None = None
     """Sequence and position of the largest difference."""
     kl_mean: float = 0.0
@@ -102,8 +104,10 @@ def compare(ours: Sequence[Scored], reference: Sequence[Scored], near_tie: float
         if same is None and len(a.tokens) != len(b.tokens):
             result.mismatches.append(f"prompt {index}: {len(a.tokens)} against {len(b.tokens)} tokens")
     if result.points:
-        differences = torch.tensor(result.points).diff(dim=1).abs()
+        points = torch.tensor(result.points, dtype=torch.float64)
+        differences = points.diff(dim=1).abs()
         result.mean, result.max = float(differences.mean()), float(differences.max())
+        result.relative = float(differences.norm() / points[:, 0].norm())
     if divergences:
         kl = torch.cat(divergences)
         result.kl_mean, result.kl_max = float(kl.mean()), float(kl.max())
