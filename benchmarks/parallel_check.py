@@ -197,10 +197,10 @@ def report(title: str, found: dict, reference: dict, dtype: str) -> dict[str, An
         text = f"losses {', '.join(f'{loss:.5f}' for loss in found['losses'])}, relative {row['loss']:.1e}"
     else:
         gap = compare_outputs(found["outputs"], reference["outputs"], NEAR_TIE[dtype])
-        row |= asdict(gap)
-        row["ok"] = not gap.mismatches and gap.prompt_logprob_relative <= TOLERANCE[dtype]
+        row |= asdict(gap) | {"points": None}
+        row["ok"] = not gap.mismatches and gap.relative <= TOLERANCE[dtype]
         text = (
-            f"logprobs relative {gap.prompt_logprob_relative:.1e}, at most {gap.prompt_logprob_max:.1e}; "
+            f"logprobs relative {gap.relative:.1e}, at most {gap.max:.1e}; "
             f"of {gap.tokens} greedy tokens {len(gap.mismatches)} differ, {gap.near_ties} near ties; "
             f"graphs {found['graphs']}, start {found['start']:.0f} s"
         )

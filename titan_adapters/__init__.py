@@ -17,6 +17,7 @@ from titan_adapters.config import (
 )
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import TitanError
+from titan_adapters.fingerprints import fingerprint, fingerprint_differences
 from titan_adapters.hf_config import emit_hf_config, read_hf_config, write_hf_config
 from titan_adapters.hf_diff import diff_hf_config
 from titan_adapters.hf_reader import HFReader
@@ -84,7 +85,7 @@ from titan_adapters.state_dict import (
 )
 
 if TYPE_CHECKING:
-    from titan_adapters import testing, vllm
+    from titan_adapters import testing, verify, vllm
 
 __version__ = "0.1.0"
 
@@ -141,6 +142,8 @@ __all__ = [
     "expert_rows",
     "expertwise",
     "feed_forward_rows",
+    "fingerprint",
+    "fingerprint_differences",
     "gate_up_rows",
     "get_model",
     "headwise",
@@ -169,12 +172,13 @@ __all__ = [
     "save_checkpoint",
     "testing",
     "torchtitan_adapter",
+    "verify",
     "vllm",
     "vocabwise",
     "write_hf_config",
 ]
 
-_LAZY = {"testing", "vllm"}  # heavy or engine-bound: imported on first use
+_LAZY = {"testing", "verify", "vllm"}  # heavy or engine-bound: imported on first use
 
 
 def __getattr__(name: str) -> Any:

@@ -42,6 +42,7 @@ def _move(move: Move, path: Path) -> tuple[list[str], float]:
         reference = original(tokens)
     rank = torch.distributed.get_rank()
     expected = {name: tensor.detach().clone() for name, tensor in native_tensors(original).items()}
+    prints = ta.fingerprint(original)
     if move.source is None:
         if rank == 0:
             ta.save_checkpoint(original, path, move.format)
@@ -60,6 +61,7 @@ def _move(move: Move, path: Path) -> tuple[list[str], float]:
     wrong = sorted(set(actual) ^ set(expected)) + [
         name for name, tensor in expected.items() if not _same(actual[name], tensor)
     ]
+    wrong += ta.fingerprint_differences(ta.fingerprint(loaded), prints)
     assert (loaded.lm_head.weight is loaded.tok_embeddings.weight) == move.config.tied_embeddings
     with torch.no_grad():
         return wrong, (loaded(tokens) - reference).abs().max().item()

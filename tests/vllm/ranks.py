@@ -71,6 +71,7 @@ def run(case: Case, folder: Path) -> dict:
         "error": error_against_torch(model, outputs),
         "shapes": of_every_rank(shapes),
         "extra": case.extra(llm, model, outputs) if case.extra else None,
+        "claims": {row.claim: [row.verdict, row.problems] for row in ta.vllm.weight_proof(llm, model)},
     }
 
 

@@ -80,7 +80,7 @@ def in_main(folder: str) -> dict:
 def parallel(folder: str, options: str) -> dict:
     """One engine over several processes, which vLLM starts as it does for users."""
     llm = ta.vllm.LLM(checkpoint=folder, enforce_eager=True, **OPTIONS | json.loads(options))
-    return {"logprobs": logprobs(llm)}
+    return {"logprobs": logprobs(llm), "fingerprint": ta.vllm.fingerprint(llm)}
 
 
 def replicas(folder: str) -> dict:

@@ -28,6 +28,7 @@ def engine_and_torch_logprobs(model, folder, **options):
         checkpoint=folder / "checkpoint", max_model_len=128, gpu_memory_utilization=0.1, skip_tokenizer_init=True,
         **options,
     )  # fmt: skip
+    assert {row.claim for row in ta.vllm.weight_proof(llm, model) if row.verdict != "proven"} == set()
     prompt = torch.randint(model.config.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
     sampling = SamplingParams(temperature=0, max_tokens=NEW, logprobs=0, prompt_logprobs=0, detokenize=False)
     output = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]

@@ -18,6 +18,7 @@ from tests.vllm.models import TINY, FreeAttention, Llama, ReplicatedOutput, Skip
 from tests.vllm.moe_models import Mixture
 from tests.vllm.parallel_cases import GROUPS, MIXTURES
 from tests.vllm.test_processes import assert_computed_by, run
+from tests.vllm.test_proof import CLAIMS
 from titan_adapters.contract import meta_model
 from titan_adapters.vllm import engine_args, parallel, wrapper
 from titan_adapters.vllm.parallel import Parallel, plan_problems, share_cores
@@ -74,6 +75,12 @@ def test_logprobs_and_greedy_tokens_equal_one_process(results, group, name):
     assert result["error"] < TOLERANCE
     if name.endswith("updated"):
         assert max(result["extra"]) < TOLERANCE
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_CASE)
+def test_the_weights_of_all_ranks_are_the_models(results, group, name):
+    """After the updates, where there are any."""
+    assert results(group)[name]["claims"] == {claim: ["proven", []] for claim in CLAIMS}
 
 
 # ----- what each rank has, by hand
@@ -159,6 +166,7 @@ def test_processes_that_vllm_starts(tmp_path, size):
     # With a cache of a given size, an eager engine on the CPU is not warmed up by vLLM.
     result = run("parallel", tmp_path / "checkpoint", options, VLLM_CPU_KVCACHE_SPACE="1")
     assert_computed_by(model, result["logprobs"])
+    assert not ta.fingerprint_differences(result["fingerprint"], ta.fingerprint(model))
 
 
 def test_replicas(tmp_path):

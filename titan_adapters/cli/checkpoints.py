@@ -1,10 +1,11 @@
-"""Commands about checkpoint folders: `config`, `inspect`, `convert`."""
+"""Commands about checkpoint folders: `config`, `inspect`, `convert`, `fingerprint`."""
 
 import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,6 +13,7 @@ from rich.table import Column, Table
 
 from titan_adapters.checkpoint import convert_checkpoint, open_weights, read_identity
 from titan_adapters.checkpoint.api import DEFAULT_SHARD_BYTES
+from titan_adapters.fingerprints import fingerprint, fingerprint_differences, total
 from titan_adapters.hf_config import emit_hf_config, write_hf_config
 from titan_adapters.hf_diff import HFDiff, diff_hf_config
 
@@ -104,7 +106,41 @@ def convert(
     typer.echo(f"{target}: {identity.model.model_type}, {identity.config.dtype}, {to.value} names")
 
 
+def fingerprints(
+    folder: Folder,
+    other: Annotated[
+        Path | None, typer.Argument(help="Another folder, to list what differs.", exists=True, file_okay=False)
+    ] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Cast first; default: what the config says.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Print a hash of each parameter, by native name, and one of all: the same for every format of a checkpoint.
+
+    With two folders, only what differs; exits with 1 if anything does.
+    """
+    cast = None if dtype is None else getattr(torch, dtype.value)
+    found = fingerprint(folder, dtype=cast)
+    if other is None:
+        if as_json:
+            typer.echo(json.dumps({"parameters": found, "total": total(found)}, indent=2))
+            return
+        for name, text in found.items():
+            typer.echo(f"{text}  {name}")
+        typer.echo(f"{total(found)}  all {len(found)}")
+        return
+    differing = fingerprint_differences(found, fingerprint(other, dtype=cast))
+    if as_json:
+        typer.echo(json.dumps({"differing": differing}, indent=2))
+    else:
+        for line in differing:
+            typer.echo(line)
+        typer.echo(f"{len(differing)} of {len(found)} parameters differ")
+    if differing:
+        raise typer.Exit(1)
+
+
 def add_to(app: typer.Typer) -> None:
     app.command()(config)
     app.command()(inspect)
     app.command()(convert)
+    app.command("fingerprint")(fingerprints)

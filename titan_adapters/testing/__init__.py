@@ -8,9 +8,18 @@ from titan_adapters.errors import ContractError
 from titan_adapters.nn import honours as nn_honours
 from titan_adapters.registry import get_model
 from titan_adapters.testing.checks import CHECKS, Case, Skip, relative_error
+from titan_adapters.testing.fill import unique_fill
 from titan_adapters.vllm import honours as vllm_honours
 
-__all__ = ["CheckResult", "capability_table", "check_model", "field_table", "relative_error", "require"]
+__all__ = [
+    "CheckResult",
+    "capability_table",
+    "check_model",
+    "field_table",
+    "relative_error",
+    "require",
+    "unique_fill",
+]
 
 Outcome = Literal["passed", "failed", "skipped"]
 

@@ -1,6 +1,6 @@
 """Writing weights into a swapped model, with exact accounting, and the `titan_skip` and `titan_dcp` load formats."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -8,16 +8,29 @@ from torch import Tensor, nn
 from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from titan_adapters.checkpoint import open_weights
 from titan_adapters.errors import EngineError, StateDictError
 from titan_adapters.state_dict import Session, StateDictAdapter, part_name
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
-from titan_adapters.vllm.moe import ExpertShard, write_experts
-from titan_adapters.vllm.moves import ReplicatedHeads, Shard, Swap
+from titan_adapters.vllm.moe import ExpertShard
+from titan_adapters.vllm.moves import Swap, write_one
+from titan_adapters.vllm.readings import unwritten
+from titan_adapters.vllm.weight_map import WeightMap
 
 logger = init_logger("vllm.titan_adapters")
+
+
+POISON = "titan_poison"
+"""Key of vLLM's `additional_config`: True fills parameters with NaN before the first load, and refuses what is left."""
+
+
+def poison(model: nn.Module) -> None:
+    """Fill every parameter with NaN, so that an element that no load writes can't be mistaken for a weight."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(float("nan"))
 
 
 class WeightWriter:
@@ -35,13 +48,25 @@ class WeightWriter:
         expected: Native names and tensors (meta) of the whole model, aliases left out.
         swap: Where the native parameters of this pipeline stage went. Gains what becomes of single experts.
         device: Where the model is.
+        poisoned: The model is filled with NaN. The first load is refused if it leaves any.
     """
 
-    def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap, device: torch.device):
+    def __init__(
+        self,
+        adapter: StateDictAdapter,
+        expected: dict[str, Tensor],
+        swap: Swap,
+        device: torch.device,
+        *,
+        poisoned: bool = False,
+    ):
         self._adapter = adapter
         self._device = device
+        self.natives = expected
+        """Those of all pipeline stages."""
         self._elsewhere = {name for name in expected if swap.is_elsewhere(name)}
         expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
+        self.weight_map = WeightMap(swap, dict(expected))
         self._in_parts: set[str] = set()
         for native, count in adapter.stacked().items():
             path, shard = swap.target(native)
@@ -53,6 +78,7 @@ class WeightWriter:
                 expected[part_name(native, index)] = part
         self._expected = expected
         self._swap = swap
+        self._poisoned = poisoned
         self._session: Session | None = None
         self._layers = swap.by_module(expected)
         self._held: dict[str, dict[str, Tensor]] = {}
@@ -114,7 +140,15 @@ class WeightWriter:
             )
         if not partial and (untouched := {self._swap.target(native)[0] for native in self._expected} - written):
             raise EngineError(
-                "vLLM's loaders wrote nothing to some parameters.", untouched, fix="report this with your vLLM version."
+                "vLLM's loaders wrote nothing to some parameters.",
+                sorted(untouched),
+                fix="report this with your vLLM version.",
+            )
+        if self._poisoned and not partial and (left := unwritten(self)):
+            raise EngineError(
+                f"NaN is left of what additional_config[{POISON!r}] filled the model with.",
+                left,
+                fix="look for NaN in the checkpoint; if it has none, report this with your vLLM version.",
             )
         if self._held:
             waiting = sorted(native for layer in self._held.values() for native in layer)
@@ -134,7 +168,7 @@ class WeightWriter:
             for target in {id(state[n]): n for n in (alias, name)}.values():
                 if not reloading:
                     self._check_changeable(target.rpartition(".")[0])
-                if _write_one(state[target], target, tensor, shard):
+                if write_one(state[target], target, tensor, shard):
                     written.add(name)
             self.unwritten.discard(native)
         return written
@@ -145,20 +179,6 @@ class WeightWriter:
                 f"{path} holds its weights in another layout by now, which only a reload renews.",
                 fix='update through collective_rpc("reload_weights", ...), which restores the layout.',
             )
-
-
-def _write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> bool:
-    """Whether any of it is this rank's."""
-    if isinstance(shard, ExpertShard):
-        return write_experts(parameter, name, tensor, shard)
-    loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
-    if shard is None:
-        loader(parameter, tensor)
-    elif isinstance(shard, ReplicatedHeads):
-        loader(parameter, shard.repeat(tensor))
-    else:
-        loader(parameter, tensor, shard)
-    return True
 
 
 def _writer_of(model: nn.Module) -> WeightWriter:
@@ -177,10 +197,7 @@ class SkipLoader(BaseModelLoader):
         pass
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.fill_(float("nan"))
+        poison(model)
         _writer_of(model).updates_only = True
 
 

@@ -1,15 +1,16 @@
 """Where native weights are in a swapped model, and memory for what stayed the author's."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
-from titan_adapters.vllm.moe import ExpertShard
+from titan_adapters.vllm.moe import ExpertShard, write_experts
 from titan_adapters.vllm.stage import Elsewhere
 
 
@@ -73,6 +74,20 @@ def moved_feed_forward(native: str, engine: str) -> dict[str, tuple[str, Shard]]
         f"{native}.w3": (f"{engine}.w13", 1),
         f"{native}.w2": (f"{engine}.w2", None),
     }
+
+
+def write_one(parameter: Tensor, name: str, tensor: Tensor, shard: Shard) -> bool:
+    """Write a native `tensor` into engine parameter `name` through its own loader; whether any is this rank's."""
+    if isinstance(shard, ExpertShard):
+        return write_experts(parameter, name, tensor, shard)
+    loader: Callable[..., None] = getattr(parameter, "weight_loader", default_weight_loader)
+    if shard is None:
+        loader(parameter, tensor)
+    elif isinstance(shard, ReplicatedHeads):
+        loader(parameter, shard.repeat(tensor))
+    else:
+        loader(parameter, tensor, shard)
+    return True
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

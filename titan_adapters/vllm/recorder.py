@@ -1,10 +1,10 @@
 """Which experts an engine chose, per request, token and layer, for any mixture and either path."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,37 @@ if TYPE_CHECKING:
 
 Experts = dict[str, dict[int, dict[int, list[int]]]]
 """Request id -> layer -> position -> experts."""
+
+Found = TypeVar("Found")
+
+
+def compiled_problems(model_runner: Any, what: str) -> list[str]:
+    """Why `what` is out of reach of hooks on the modules of this worker's model."""
+    from vllm.config import CompilationMode
+
+    if model_runner.vllm_config.compilation_config.mode == CompilationMode.NONE:
+        return []
+    return [f"the model is compiled, so that its {what} can't be observed: use enforce_eager=True"]
+
+
+def rows_by_request(model_runner: Any) -> list[tuple[str, int, int]]:
+    """Request id, first row and end, of the tokens of the step that is running."""
+    batch = model_runner.input_batch
+    starts = model_runner.query_start_loc.cpu[: batch.num_reqs + 1].tolist()
+    return list(zip(batch.req_ids, starts, starts[1:], strict=False))
+
+
+def recorded_of(recorded: Mapping[str, Found], output: "vllm.RequestOutput") -> Found:
+    """What was recorded of a request, by the engine's request ids.
+
+    Raises:
+        EngineError: nothing was.
+    """
+    # The engine appends a suffix to the request's id.
+    found = [value for name, value in recorded.items() if name.split("-")[0] == output.request_id]
+    if len(found) != 1:
+        raise EngineError(f"Request {output.request_id} was not recorded.", fix="generate inside of the block.")
+    return found[0]
 
 
 class RoutingRecorder:
@@ -34,14 +65,10 @@ class RoutingRecorder:
 
     def start(self) -> list[str]:
         """Attach; returns the reasons if that can't be."""
-        from vllm.config import CompilationMode
-
         from titan_adapters.nn import Router
         from titan_adapters.vllm.moe import EngineMoE
 
-        problems = []
-        if self._runner.vllm_config.compilation_config.mode != CompilationMode.NONE:
-            problems.append("the model is compiled, so that its routers can't be observed: use enforce_eager=True")
+        problems = compiled_problems(self._runner, "routers")
         mixtures, stage = set(self._model.backbone.model.config.moe_specs()), self._model.backbone.stage
         wanted = {layer for layer in mixtures if stage.start <= layer < stage.stop}
         if not mixtures:
@@ -78,11 +105,10 @@ class RoutingRecorder:
 
     def _finish_step(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         positions = kwargs["positions"].tolist()
-        batch = self._runner.input_batch
-        starts = self._runner.query_start_loc.cpu[: batch.num_reqs + 1].tolist()
+        requests = rows_by_request(self._runner)
         for layer, experts in self._step.items():
             rows = experts.tolist()
-            for request, start, end in zip(batch.req_ids, starts, starts[1:], strict=False):
+            for request, start, end in requests:
                 self._experts[request][layer].update(zip(positions[start:end], rows[start:end], strict=True))
         self._step.clear()
 
@@ -102,18 +128,15 @@ class RecordedRouting:
             EngineError: the request was not recorded, or not all of it.
         """
         wanted = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
-        # The engine appends a suffix to the request's id.
-        found = [layers for name, layers in self._experts.items() if name.split("-")[0] == output.request_id]
-        if len(found) != 1:
-            raise EngineError(f"Request {output.request_id} was not recorded.", fix="generate inside of the block.")
-        missing = sorted({p for positions in found[0].values() for p in range(wanted) if p not in positions})
+        layers = recorded_of(self._experts, output)
+        missing = sorted({p for positions in layers.values() for p in range(wanted) if p not in positions})
         if missing:
             raise EngineError(
                 f"The routing of {len(missing)} tokens of request {output.request_id} is missing, from position "
                 f"{missing[0]} on: they came from the prefix cache.",
                 fix="start the engine with enable_prefix_caching=False, or call llm.reset_prefix_cache() first.",
             )
-        return {layer: torch.tensor([of[p] for p in range(wanted)]) for layer, of in sorted(found[0].items())}
+        return {layer: torch.tensor([of[p] for p in range(wanted)]) for layer, of in sorted(layers.items())}
 
 
 @contextmanager

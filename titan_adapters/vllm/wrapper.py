@@ -19,7 +19,7 @@ from titan_adapters.nn import SequenceInfo
 from titan_adapters.registry import find_model, import_path
 from titan_adapters.state_dict import StateDictAdapter, native_tensors
 from titan_adapters.vllm.honours import unpageable
-from titan_adapters.vllm.loader import WeightWriter
+from titan_adapters.vllm.loader import POISON, WeightWriter, poison
 from titan_adapters.vllm.parallel import Parallel, check_parallel
 from titan_adapters.vllm.passes import add_passes
 from titan_adapters.vllm.plugin import DCP_FORMAT
@@ -52,7 +52,11 @@ class TitanBackbone(nn.Module):
         device = torch.get_default_device()
         self.stage = this_stage(identity.config.num_layers)
         swap = swap_modules(self.model, self.stage, vllm_config, f"{prefix}." if prefix else "", device)
-        self.writer = WeightWriter(adapter, expected, swap, device)
+        options = vllm_config.additional_config
+        poisoned = isinstance(options, dict) and bool(options.get(POISON, False))
+        if poisoned:
+            poison(self.model)
+        self.writer = WeightWriter(adapter, expected, swap, device, poisoned=poisoned)
 
     def forward(
         self,
