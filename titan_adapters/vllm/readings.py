@@ -165,14 +165,15 @@ class _Tally:
         share = self._shares[part.native]
         values = self._as_served(share, values)
         share.sums += element_sums(values, indices)
-        nans = indices[values.isnan()]
-        if len(nans):
+        isnan = values.isnan()
+        if isnan.any():
+            nans = indices[isnan]
             count, low, high = share.nans or [0, part.numel, 0]
             share.nans = [count + len(nans), min(low, int(nans.min())), max(high, int(nans.max()))]
 
     def _as_served(self, share: _Share, values: Tensor) -> Tensor:
         """In the dtype that the parameter should have. A platform may hold a wider one, with the same values."""
-        if torch.promote_types(values.dtype, share.dtype) == values.dtype:
+        if values.dtype != share.dtype and torch.promote_types(values.dtype, share.dtype) == values.dtype:
             narrowed = values.to(share.dtype)
             if torch.equal(narrowed.to(values.dtype).nan_to_num(), values.nan_to_num()):
                 values = narrowed
