@@ -80,15 +80,18 @@ def attribute(path: str, name: str, function: Callable[[Any], Any]) -> Callable[
     return patches
 
 
-def table(path: str, function: Callable[[ta.RopeSpec], ta.RopeSpec]) -> Callable[[Any], list[AbstractContextManager]]:
-    """The table of another rope."""
+def table(path: str, other: Callable[[ta.nn.Rope], Tensor]) -> Callable[[Any], list[AbstractContextManager]]:
+    """Another table of cosines and sines. It stays a buffer: a reload of weights counts on it."""
 
     def patches(model: Any) -> list[AbstractContextManager]:
         rope = model.get_submodule(path)
-        other = cos_sin_table(function(rope.spec), rope.max_seq_len, rope.cos_sin.device)
-        return [mock.patch.object(rope, "cos_sin", other)]
+        return [mock.patch.dict(rope._buffers, {"cos_sin": other(rope)})]
 
     return patches
+
+
+def rope_spec(**changes: Any) -> Callable[[ta.nn.Rope], Tensor]:
+    return lambda rope: cos_sin_table(rope.spec.model_copy(update=changes), rope.max_seq_len, rope.cos_sin.device)
 
 
 def times(factor: float) -> Callable[[Any], Any]:
@@ -156,7 +159,7 @@ FAULTS = [
           weights=change(f"{QKV}.wk.weight", heads(4, interleaved))),
     Fault("queries in the other rope layout", "llama", QKV, "qkv",
           weights=change(f"{QKV}.wq.weight", heads(4, interleaved))),
-    Fault("rope base", "llama", ROPE, "rope", patches=table(f"{ATTENTION}.rope", spec(theta=1.01e4))),
+    Fault("rope base", "llama", ROPE, "rope", patches=table(f"{ATTENTION}.rope", rope_spec(theta=1.01e4))),
     Fault("positions off by one", "llama", ROPE, "rope", patches=attribute(ROPE, "forward", later_position)),
     Fault("scale", "llama", INNER, "attention", patches=attribute(f"{INNER}.attn.impl", "scale", times(1.1))),
     Fault("heads reversed in the output projection", "llama", f"{ATTENTION}.wo", "projection",
@@ -183,16 +186,16 @@ FAULTS = [
     Fault("window one token short", "gemma3_text", INNER, "attention",
           patches=attribute(f"{INNER}.attn.impl", "sliding_window", lambda window: window - 1)),
     Fault("rope of the other layers", "gemma3_text", ROPE, "rope",
-          patches=table(f"{ATTENTION}.rope", spec(theta=1e6))),
+          patches=table(f"{ATTENTION}.rope", rope_spec(theta=1e6))),
     Fault("rope's factor missing", "gemma3_text", "layers.2.attention.norm_rope", "rope",
-          patches=table("layers.2.attention.rope", spec(scaling=None))),
+          patches=table("layers.2.attention.rope", rope_spec(scaling=None))),
     Fault("q bias missing", "gpt_oss", QKV, "qkv", weights=change(f"{QKV}.wq.bias", torch.zeros_like)),
     Fault("output bias missing", "gpt_oss", f"{ATTENTION}.wo", "projection",
           weights=change(f"{ATTENTION}.wo.bias", torch.zeros_like)),
     Fault("sinks dropped", "gpt_oss", INNER, "attention",
           weights=change(f"{INNER}.sinks", lambda sinks: torch.full_like(sinks, -100.0))),
     Fault("rope multiplier missing", "gpt_oss", ROPE, "rope",
-          patches=attribute(f"{ATTENTION}.rope", "cos_sin", times(1 / 1.1386))),
+          patches=table(f"{ATTENTION}.rope", lambda rope: rope.cos_sin / 1.1386)),
     Fault("square expert transposed", "gpt_oss", MOE, "experts",
           weights=change(f"{MOE}.experts.w2", lambda w: w.transpose(1, 2).contiguous())),
     Fault("experts in another order", "gpt_oss", MOE, "experts",
