@@ -13,7 +13,7 @@ from typing import Any
 
 import titan_adapters
 
-CLOSING_SECONDS = 60
+CLOSING_SECONDS = 60.0
 
 
 class EngineFailed(Exception):
@@ -54,8 +54,8 @@ class Engine:
             )
 
     def ready(self) -> dict[str, Any]:
-        """Wait until it serves. Returns the child's "engine start s" and "machine", and "start s", which includes the
-        start of Python and imports."""
+        """Wait until it serves. Returns the child's "engine start s", its "machine", the "class" of its model, and
+        "start s", which includes the start of Python and imports."""
         answer = self._answer()
         return {"start s": time.perf_counter() - self._begin} | answer
 
@@ -87,13 +87,13 @@ class Engine:
             raise EngineFailed(answer["failed"])
         return answer
 
-    def close(self) -> None:
-        """End it, and whatever processes it has left."""
+    def close(self, patience: float = CLOSING_SECONDS) -> None:
+        """End it, by force after so many seconds, and whatever processes it has left."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSING_SECONDS)
+            self._process.wait(patience)
         with contextlib.suppress(ProcessLookupError):  # where nothing is left
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

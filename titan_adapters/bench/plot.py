@@ -30,7 +30,28 @@ def plot_ratios(data: dict[str, Any], path: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(points)), [point.removesuffix(" tok/s") for point in points], rotation=30, ha="right")
     axes.set_ylabel("above 1: ours is better")
-    shape, machine = data["options"].get("shape"), data["machine"]
-    axes.set_title(f"{shape or data['options'].get('published')}, {machine.get('gpu', machine['cpu'])}")
+    axes.set_title(_title(data))
     axes.legend()
     figure.savefig(path)
+
+
+def plot_growth(data: dict[str, Any], path: Path) -> None:
+    """Time per token by size, one panel per point."""
+    from matplotlib.figure import Figure
+
+    curves = data["curves"]
+    figure = Figure(figsize=(4.5 * max(1, len(curves)), 4), layout="constrained")
+    panels = figure.subplots(1, max(1, len(curves)), squeeze=False)[0]
+    for axes, (point, names) in zip(panels, curves.items()):
+        for name, curve in names.items():
+            label = f"{name}, exponent {curve['exponent']:.2f}" if "exponent" in curve else name
+            axes.loglog(curve["sizes"], [1000 * s for s in curve["seconds per token"]], marker="o", label=label)
+        axes.set(title=point.removesuffix(" tok/s"), xlabel=data["growth"], ylabel="ms per token")
+        axes.legend()
+    figure.suptitle(_title(data))
+    figure.savefig(path)
+
+
+def _title(data: dict[str, Any]) -> str:
+    machine = data["machine"]
+    return f"{data['options']['shape'] or data['options']['published']}, {machine.get('gpu', machine['cpu'])}"

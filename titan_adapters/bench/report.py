@@ -1,14 +1,17 @@
 """What the samples say: medians, ratios, noise; as JSON and as a table."""
 
 import json
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
+from titan_adapters.bench.growth import curves
 from titan_adapters.bench.run import Results
 
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
@@ -55,18 +58,52 @@ def noise(values: Sequence[float]) -> float | None:
     return None if len(values) < 2 else (max(values) - min(values)) / statistics.median(values)
 
 
-def document(results: Results, command: Sequence[str], options: Mapping[str, Any], engine: Mapping[str, Any]) -> dict:
+def document(results: Results) -> dict[str, Any]:
     """What is kept of a run."""
     return {
-        "command": list(command),
-        "options": dict(options),
-        "engine": dict(engine),
-        "machine": results.machine,
+        "classes": results.classes,
         "failed": results.failed,
         "medians": medians(results.samples),
         "ratios": {n: {p: asdict(r) for p, r in points.items()} for n, points in ratios(results.samples).items()},
         "samples": results.samples,
     }
+
+
+@dataclass
+class Report:
+    """Everything that is kept of one command.
+
+    Args:
+        command: As it was typed.
+        options: Of the command, with what was not typed.
+        engine: Keyword arguments of `vllm.LLM`.
+        growth: What grows, if anything does.
+        runs: By size where each size is a run of its own, or the only run, under 0.
+    """
+
+    command: Sequence[str]
+    options: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    growth: str | None
+    runs: dict[int, Results] = field(default_factory=dict)
+
+    def data(self) -> dict[str, Any]:
+        """For JSON, and for plots."""
+        machine = {"cpu": cpu_model(), "titan_adapters": version("titan-adapters")}
+        for results in self.runs.values():
+            machine |= results.machine
+        header = {"command": self.command, "options": self.options, "engine": self.engine, "machine": machine}
+        found = {size: document(results) for size, results in self.runs.items()}
+        if self.growth is None:
+            return header | found[0]
+        by_size = {size: run["medians"] for size, run in found.items()}
+        return header | {"growth": self.growth, "curves": curves(self.growth, by_size), "runs": found}
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(found)} x {found[0]}" if found else platform.processor()
 
 
 def write_json(data: Any, path: Path) -> None:
@@ -75,6 +112,17 @@ def write_json(data: Any, path: Path) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(data, indent=2, default=str) + "\n")
     temporary.rename(path)
+
+
+def growth_table(data: Mapping[str, Any]) -> Table:
+    """Milliseconds per token by size, and the exponent of growth, of `Report.data`."""
+    grid = Table("point", "implementation", "size: ms per token", "exponent", title=f"growth with {data['growth']}")
+    for point, names in data["curves"].items():
+        for name, curve in names.items():
+            pairs = zip(curve["sizes"], curve["seconds per token"])
+            times = ", ".join(f"{size}: {1000 * seconds:.4g}" for size, seconds in pairs)
+            grid.add_row(point, name, times, f"{curve['exponent']:.2f}" if "exponent" in curve else "-")
+    return grid
 
 
 def table(results: Results) -> Table:
@@ -86,6 +134,7 @@ def table(results: Results) -> Table:
         *(Column(title, justify="left" if title == "point" else "right") for title in titles),
         caption="Medians. Ratio above 1: ours is better. Noise: (max - min) / median of the other's own rounds.",
     )
+    grid.add_row("class", *(results.classes.get(name, "-") for name in names), *("" for _ in against))
     for point in dict.fromkeys(point for points in found.values() for point in points):
         values = [f"{found[name][point]:.4g}" if point in found[name] else "-" for name in names]
         grid.add_row(point, *values, *(_cell(points.get(point)) for points in against.values()))

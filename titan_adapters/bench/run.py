@@ -19,6 +19,8 @@ class Results:
     failed: dict[str, str] = field(default_factory=dict)
     """By implementation: why it did not start, or ended."""
     machine: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    """By implementation: which class of vLLM's it turned out to be."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,19 @@ class Run:
 
     def execute(self) -> Results:
         settings = self.settings
-        with tempfile.TemporaryDirectory(prefix="titan-bench-caches-") as caches:
-            if settings.start_repeats:
-                self._caches = Path(caches)
-                self._measure_starts()
-            if settings.workload.points != ("start",) or not settings.start_repeats:
-                try:
+        try:
+            with tempfile.TemporaryDirectory(prefix="titan-bench-caches-") as caches:
+                if settings.start_repeats:
+                    self._caches = Path(caches)
+                    self._measure_starts()
+                if settings.workload.points != ("start",) or not settings.start_repeats:
                     self._start_all()
                     self._measure_rounds()
-                finally:
-                    for engine in self._engines.values():
-                        engine.close()
+                    for name in list(self._engines):
+                        self._engines.pop(name).close()
+        finally:
+            for engine in self._engines.values():
+                engine.close(patience=0)
         self._save(self.results)
         return self.results
 
@@ -87,7 +91,7 @@ class Run:
         for name in names:
             with self._failing(name):
                 if self.settings.concurrent_start:
-                    self.results.machine |= self._engines[name].ready()["machine"]
+                    self._ready(name)
                 else:
                     self._engines[name] = self._start(name)
                     self._record_start(name)
@@ -101,9 +105,15 @@ class Run:
         log = self.settings.logs / f"{name}.log"
         return Engine(name, self.settings.folders[name], self.settings.options, log, environment)
 
-    def _record_start(self, name: str, kind: str = "") -> None:
+    def _ready(self, name: str) -> dict[str, float]:
+        """Seconds of its start."""
         answer = self._engines[name].ready()
         self.results.machine |= answer.pop("machine")
+        self.results.classes[name] = answer.pop("class")
+        return answer
+
+    def _record_start(self, name: str, kind: str = "") -> None:
+        answer = self._ready(name)
         self._say(f"{kind}start of {name}: {answer['start s']:.1f} s")
         if "start" in self.settings.workload.points:
             self._record(name, {kind + point: value for point, value in answer.items()})
@@ -113,7 +123,7 @@ class Run:
         for number in range(self.settings.repeats + 1) if measurements else ():
             begin = time.perf_counter()
             for title, measure in measurements.items():
-                for name in list(self._engines):
+                for name in self._order(number):
                     engine, seed = self._engines[name], f"{number} {title}"  # the same prompts for all
                     with self._failing(name):
                         rates = measure(lambda *lengths, engine=engine, seed=seed: engine.seconds(*lengths, seed))
@@ -126,6 +136,12 @@ class Run:
             for name in list(self._engines):
                 with self._failing(name):
                     self._record(name, self._engines[name].memory())
+
+    def _order(self, number: int) -> list[str]:
+        """Another implementation begins each round: whoever runs after others finds a warmer machine."""
+        names = list(self._engines)
+        first = number % len(names) if names else 0
+        return names[first:] + names[:first]
 
     def _record(self, name: str, values: dict[str, float]) -> None:
         for point, value in values.items():

@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from titan_adapters.checkpoint import read_identity, save_checkpoint
 from titan_adapters.errors import ConfigError
+from titan_adapters.hf_config import read_hf_config
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
@@ -97,14 +101,17 @@ def write_shape(shape: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def write_random_checkpoint(shape: dict[str, Any], folder: Path) -> None:
-    """Random weights in the published format, where how they are loaded matters."""
-    import torch
+def random_checkpoint(shape: dict[str, Any], folder: Path) -> Path:
+    """Random weights in the published format, where how they are loaded matters; those of the last time, if any.
 
-    from titan_adapters.checkpoint import save_checkpoint
-    from titan_adapters.hf_config import read_hf_config
-
+    Raises:
+        ConfigError: the folder holds another shape.
+    """
     cls, config = read_hf_config(shape)
+    if folder.exists():
+        if read_identity(folder).config != config:
+            raise ConfigError(f"{folder} holds another shape.", fix="name another folder, or remove this one.")
+        return folder
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.dtype))
@@ -113,3 +120,4 @@ def write_random_checkpoint(shape: dict[str, Any], folder: Path) -> None:
     finally:
         torch.set_default_dtype(before)
     save_checkpoint(model, folder, "hf")
+    return folder

@@ -63,8 +63,13 @@ def generate(llm: Any, prompts: list[int], outputs: list[int], seed: str) -> flo
     return time.perf_counter() - begin
 
 
+def model_class(worker: Any) -> str:
+    """Of the model that one rank serves: `worker` is vLLM's."""
+    return type(worker.get_model()).__name__
+
+
 def peak_memory(worker: Any) -> dict[str, float]:
-    """GiB of one rank: `worker` is vLLM's. On a device, what was allocated at most less the KV cache, whose size is
+    """GiB of one rank. On a device, what was allocated at most less the KV cache, whose size is
     chosen, not needed."""
     import torch
 
@@ -98,7 +103,8 @@ def all_memory(llm: Any, options: dict[str, Any]) -> dict[str, float]:
 def serve(answer: Any) -> None:
     implementation, folder, options = json.loads(sys.argv[1])
     llm, seconds = start(implementation, folder, options)
-    answer({"engine start s": seconds, "machine": machine()})
+    served = llm.collective_rpc(model_class)[0]  # "native" is not, if vLLM fell back to Transformers
+    answer({"engine start s": seconds, "machine": machine(), "class": served})
     for line in sys.stdin:
         request = json.loads(line)
         answer(all_memory(llm, options) if request == "memory" else {"seconds": generate(llm, **request)})

@@ -4,6 +4,9 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+from titan_adapters.errors import ConfigError
 
 POINTS = ("start", "prefill", "decode", "mixed", "long", "memory")
 DECODE_PROMPT = 16
@@ -28,6 +31,16 @@ class Workload:
     long_tokens: int
     max_model_len: int
 
+    def __post_init__(self) -> None:
+        needed = {
+            "decode": DECODE_PROMPT + self.decode_tokens,
+            "prefill": self.prefill_length + 1,
+            "mixed": self.decode_tokens + 1,
+        }
+        problems = [f"{p} needs {n}" for p, n in needed.items() if p in self.points and n > self.max_model_len]
+        if problems:
+            raise ConfigError(f"Requests don't fit max_model_len {self.max_model_len}.", problems, fix="enlarge it.")
+
     def measurements(self) -> dict[str, Callable[[Seconds], dict[str, float]]]:
         """By title: what asks an engine for seconds, and returns rates by the name of the point."""
         found: dict[str, Callable[[Seconds], dict[str, float]]] = {}
@@ -35,12 +48,12 @@ class Workload:
             found["prefill"] = self._prefill
         if "decode" in self.points:
             for batch in self.batches:
-                found[f"decode {batch}"] = lambda seconds, batch=batch: self._decode(seconds, batch)
+                found[f"decode {batch}"] = partial(self._decode, batch)
         if "mixed" in self.points:
             found["mixed"] = self._mixed
         if "long" in self.points:
             for length in self.fitting_lengths():
-                found[f"long {length}"] = lambda seconds, length=length: self._long(seconds, length)
+                found[f"long {length}"] = partial(self._long, length)
         return found
 
     def fitting_lengths(self) -> tuple[int, ...]:
@@ -51,7 +64,7 @@ class Workload:
         prompts = [self.prefill_length] * self.prefill_requests
         return {"prefill tok/s": sum(prompts) / seconds(prompts, [1] * len(prompts))}
 
-    def _decode(self, seconds: Seconds, batch: int) -> dict[str, float]:
+    def _decode(self, batch: int, seconds: Seconds) -> dict[str, float]:
         outputs = [self.decode_tokens] * batch
         return {f"decode {batch} tok/s": sum(outputs) / seconds([DECODE_PROMPT] * batch, outputs)}
 
@@ -66,7 +79,7 @@ class Workload:
         prompts = lengths(self.max_model_len - self.decode_tokens)
         return {"mixed tok/s": sum(prompts + outputs) / seconds(prompts, outputs)}
 
-    def _long(self, seconds: Seconds, length: int) -> dict[str, float]:
+    def _long(self, length: int, seconds: Seconds) -> dict[str, float]:
         """Decoding takes what is left after the time of the same prompts with one token each."""
         prompts, n = [length] * self.long_requests, self.long_requests
         first = seconds(prompts, [1] * n)

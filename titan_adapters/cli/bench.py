@@ -1,9 +1,11 @@
 """The command `bench`: ours beside vLLM's own implementations."""
 
 import json
-import platform
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,12 +14,17 @@ import typer
 from rich.console import Console
 
 from titan_adapters.bench import IMPLEMENTATIONS
-from titan_adapters.bench.shapes import SHAPES, write_random_checkpoint, write_shape
+from titan_adapters.bench.growth import DEFAULTS, FACTORS, GROWTHS, SIZE_KEYS, variants
+from titan_adapters.bench.plot import check_plotting, plot_growth, plot_ratios
+from titan_adapters.bench.report import Report, growth_table, table, write_json
+from titan_adapters.bench.run import Results, Run, Settings
+from titan_adapters.bench.shapes import SHAPES, random_checkpoint, write_shape
 from titan_adapters.bench.workload import POINTS, Workload
 
 Implementation = StrEnum("Implementation", IMPLEMENTATIONS)  # type: ignore[misc]
 PointName = StrEnum("PointName", POINTS)  # type: ignore[misc]
 Shape = StrEnum("Shape", list(SHAPES))  # type: ignore[misc]
+Growth = StrEnum("Growth", GROWTHS)  # type: ignore[misc]
 
 
 def bench(
@@ -33,6 +40,13 @@ def bench(
     ] = None,
     only: Annotated[list[Implementation] | None, typer.Option(help="Repeatable. Default: all.")] = None,
     point: Annotated[list[PointName] | None, typer.Option(help="Repeatable. Default: all.")] = None,
+    growth: Annotated[
+        Growth | None,
+        typer.Option(
+            help="Also fit growth of time per token: over --factor times the shape, --batch, or --long-length."
+        ),
+    ] = None,
+    factor: Annotated[list[float] | None, typer.Option(help="Of --growth layers or dim. Repeatable. [1, 2, 4]")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds, after one that warms up.")] = 3,
     batch: Annotated[list[int] | None, typer.Option(help="Requests decoded at once. Repeatable. [1, 32, 256]")] = None,
     decode_tokens: Annotated[int, typer.Option(min=2, help="Generated per request.")] = 128,
@@ -57,84 +71,98 @@ def bench(
         int, typer.Option(min=0, help="Start each so often in fresh processes; the first start has cold caches.")
     ] = 0,
     output: Annotated[Path | None, typer.Option(help="JSON, written anew after every round.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Ratios as an image; needs matplotlib.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Ratios, or growth, as an image; needs matplotlib.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for what engines print; default: a new one.")] = None,
 ) -> None:
     """Compare vLLM's native implementation, its Transformers backend and ours, in interleaved rounds.
 
     Exits with 1 if ours failed; another implementation that fails is reported, and left out.
     """
-    from titan_adapters.bench.plot import check_plotting, plot_ratios
-    from titan_adapters.bench.report import document, table, write_json
-    from titan_adapters.bench.run import Results, Run, Settings
-
     if plot is not None:
         check_plotting()
     names = [name for name in IMPLEMENTATIONS if not only or name in only]
+    points, batches, long_lengths = tuple(point or POINTS), tuple(batch or (1, 32, 256)), tuple(long_length or (8192,))
+    if growth == "batch":
+        points, batches = ("decode",), tuple(batch or DEFAULTS["batch"])
+    elif growth == "context":
+        points, long_lengths = ("long",), tuple(long_length or DEFAULTS["context"])
     workload = Workload(
-        points=tuple(p for p in POINTS if (not point or p in point) and not (concurrent_start and p == "start")),
-        batches=tuple(batch or (1, 32, 256)),
+        points=tuple(p for p in POINTS if p in points and not (concurrent_start and p == "start")),
+        batches=batches,
         decode_tokens=decode_tokens,
         prefill_requests=prefill_requests,
         prefill_length=prefill_length,
         mixed_requests=mixed_requests,
         long_requests=long_requests,
-        long_lengths=tuple(long_length or (8192,)),
+        long_lengths=long_lengths,
         long_tokens=long_tokens,
         max_model_len=max_model_len,
     )
-    options: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": max(workload.batches)}
+    if (shape is None) == (published is None):
+        raise typer.BadParameter("give either PUBLISHED or --shape")
+    if shape is None and (weights is not None or growth in SIZE_KEYS):
+        raise typer.BadParameter("--weights, and --growth layers or dim, need --shape")
+    if concurrent_start and kv_cache_memory_gib is None:
+        raise typer.BadParameter("--concurrent-start needs --kv-cache-memory-gib: free memory changes meanwhile")
+    options: dict[str, Any] = {"max_model_len": max_model_len, "max_num_seqs": max(batches)}
     options |= {"enforce_eager": eager, "tensor_parallel_size": tp}
     if kv_cache_memory_gib is not None:
         # vLLM wants the share of memory free that it then makes no use of.
         options |= {"kv_cache_memory_bytes": int(kv_cache_memory_gib * 2**30), "gpu_memory_utilization": 0.01}
     if gpu_memory_utilization is not None:
         options["gpu_memory_utilization"] = gpu_memory_utilization
-    if (shape is None) == (published is None) or (weights is not None and shape is None):
-        raise typer.BadParameter("give PUBLISHED, or --shape, with or without --weights")
-    if concurrent_start and len(names) > 1 and kv_cache_memory_gib is None:
-        raise typer.BadParameter("--concurrent-start needs --kv-cache-memory-gib: free memory changes meanwhile")
     if shape is not None and weights is None:
         options["load_format"] = "dummy"
     options |= json.loads(engine_args)
     logs = logs or Path(tempfile.mkdtemp(prefix="titan-bench-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if "long" in workload.points and workload.fitting_lengths() != long_lengths:
+        console.print("long prompts that don't fit --max-model-len with their output are left out")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that children are ended
+    report = Report(["titan-adapters", *sys.argv[1:]], context.params, options, growth)
 
-    def save(results: Results) -> None:
-        results.machine["cpu"] = cpu_model()
-        if output is not None:
-            write_json(document(results, sys.argv, context.params, options), output)
+    def measure(size: int, folder: Path) -> None:
+        def save(results: Results) -> None:
+            report.runs[size] = results
+            if output is not None:
+                write_json(report.data(), output)
 
-    with tempfile.TemporaryDirectory(prefix="titan-bench-") as scratch:
-        if shape is not None and weights is not None:
-            if not (weights / "config.json").exists():
-                console.print(f"writing random weights to {weights}")
-                write_random_checkpoint(SHAPES[shape], weights)
-            published = weights
-        elif shape is not None:
-            published = write_shape(SHAPES[shape], Path(scratch) / shape)
+        folders = {name: (native or folder) if name == "ours" else folder for name in names}
+        settings = Settings(folders, options, workload, repeats, start_repeats, concurrent_start, logs)
+        Run(settings, lambda text: console.print(text, markup=False), save).execute()
+
+    if shape is None:
         assert published is not None
-        folders = {name: (native or published) if name == "ours" else published for name in names}
-        run = Run(
-            Settings(folders, options, workload, repeats, start_repeats, concurrent_start, logs),
-            say=lambda text: console.print(text, markup=False),
-            save=save,
-        )
-        results = run.execute()
+        measure(0, published)
+    elif growth not in SIZE_KEYS:
+        with _folder(SHAPES[shape], weights) as folder:
+            measure(0, folder)
+    else:
+        for size, config in variants(SHAPES[shape], growth, tuple(factor or FACTORS)).items():
+            console.print(f"{growth}: {size}")
+            with _folder(config, weights and weights / str(size)) as folder:
+                measure(size, folder)
     wide = Console()
     wide = wide if wide.is_terminal else Console(width=150)
-    wide.print(table(results))
+    for results in report.runs.values():
+        wide.print(table(results))
+    if growth is not None:
+        wide.print(growth_table(report.data()))
     if plot is not None:
-        plot_ratios(document(results, sys.argv, context.params, options), plot)
-    if "ours" in results.failed:
+        (plot_growth if growth else plot_ratios)(report.data(), plot)
+    if any("ours" in results.failed for results in report.runs.values()):
         raise typer.Exit(1)
 
 
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(found)} x {found[0]}" if found else platform.processor()
+@contextmanager
+def _folder(shape: dict[str, Any], weights: Path | None) -> Iterator[Path]:
+    """Of this shape: with random weights that stay in `weights`, or else without any, for as long as the context."""
+    if weights is None:
+        with tempfile.TemporaryDirectory(prefix="titan-bench-") as scratch:
+            yield write_shape(shape, Path(scratch))
+    else:
+        yield random_checkpoint(shape, weights)
 
 
 def add_to(app: typer.Typer) -> None:

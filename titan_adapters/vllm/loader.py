@@ -23,8 +23,8 @@ logger = init_logger("vllm.titan_adapters")
 class WeightWriter:
     """Converts incoming tensors to native ones and writes each through its parameter's own loader.
 
-    Tensors stay views of what came in, of which a parameter's loader copies its rank's part, so that from a mapped file
-    no more is read. What a row rearranges is moved to the device first, whole, and rearranged there. Experts are written
+    Tensors stay views of what came in, of which a parameter's loader copies its rank's part: no more of a mapped file
+    is read. What a row rearranges is moved to the device first, whole, and rearranged there. Experts are written
     one by one as they come. So besides the model, one incoming tensor is held, or the parts of one joined row.
 
     During vLLM's reload (parameters are on meta then), an engine layer is written when all of its tensors are there:
