@@ -3,7 +3,7 @@
     python benchmarks/train.py qwen3-0.6b [--layers 8] [--batch 4] [--length 4096] [--output FILE.json]
 
 Both are in one process, compiled whole by `torch.compile`, on the same tokens and with the same loss, interleaved
-(A B C, A B C, ...) so that drift of the machine hits all alike. Transformers takes part once with each attention that
+(A B C, B C A, ...) so that drift of the machine hits all alike. Transformers takes part once with each attention that
 trains on this device; the ratio is to the faster one. First, all must agree on the loss and on the norm of all
 gradients (relative, 2e-3 and 2e-2 in bf16, whose rounding is 4e-3, and 1e-5 and 1e-4 in fp32).
 """
@@ -157,7 +157,9 @@ def measure(
     cuda = tokens.device.type == "cuda"
     samples: dict[str, dict[str, list[float]]] = {name: {"ms": [], "GiB": []} for name in trainees}
     for repeat in range(-1, repeats):  # the first is a warm-up
-        for name, trainee in trainees.items():
+        first = repeat % len(trainees)  # another begins each round, because who runs later finds a warmer machine
+        for name in [*trainees][first:] + [*trainees][:first]:
+            trainee = trainees[name]
             trainee.select()
             held = 0
             if cuda:

@@ -12,6 +12,7 @@ import titan_adapters as ta
 from tests.conftest import random_model, relative_error, titan_error_text
 from tests.nn.test_attention import formula, inner_attention, qkv
 from titan_adapters.nn import InnerAttention, InnerExperts, sequence_info
+from titan_adapters.nn.flex import Reach, block_mask
 
 FAMILIES = ("llama", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_moe")
 """Interleaved rope, softcaps, windows, sinks and biased experts, chunks, experts."""
@@ -77,6 +78,21 @@ def test_flex_keeps_documents_apart():
     q, k, v = qkv()
     packed = inner(q, k, v, sequence_info(torch.zeros(11), torch.tensor([*range(5), *range(6)]), None))
     assert relative_error(packed[5:], formula(q[5:], k[5:], v[5:], window=4)) < 1e-6
+
+
+def test_rows_of_a_batch_skip_blocks_of_their_own():
+    """Blocks are of 128 tokens: the second row's first block is hidden from its second, the first row's is not.
+
+    A GPU's kernel looks at no other blocks. The unfused form looks at all, so its results would not show a wrong one.
+    """
+    positions = torch.stack([torch.arange(200), torch.cat([torch.arange(128), torch.arange(72)])])
+    documents = sequence_info(positions, positions, None)
+    mask = block_mask(Reach(None, None), *documents[:2])
+    assert mask.to_dense()[:, 0].tolist() == [[[1, 0], [1, 1]], [[1, 0], [0, 1]]]
+    mask = block_mask(Reach(None, 128), positions[0], None)
+    assert mask.to_dense()[0, 0].tolist() == [[1, 0], [0, 1]]
+    mask = block_mask(Reach(1, None), positions[0], None)
+    assert mask.to_dense()[0, 0].tolist() == [[1, 0], [0, 1]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "llama4_text"])
