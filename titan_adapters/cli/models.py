@@ -25,6 +25,9 @@ def models() -> None:
 def check(
     model: Annotated[str | None, typer.Argument(help="A registered name, or pkg.module:Class.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every known model.")] = False,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also compare a vLLM engine with plain torch, a few seconds per config.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Only a table of models and checks.")] = False,
     fields: Annotated[
         bool, typer.Option("--fields", help="Only a Markdown table of spec fields and who computes them.")
@@ -39,7 +42,7 @@ def check(
     if every == (model is not None):
         raise typer.BadParameter("give a MODEL or --all")
     names = [info.name for info in list_models()] if model is None else [model]
-    results = {name: check_model(name) for name in names}
+    results = {name: check_model(name, engine=engine) for name in names}
     if markdown:
         typer.echo(capability_table(results), nl=False)
     else:
