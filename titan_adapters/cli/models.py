@@ -1,5 +1,6 @@
-"""Commands about model definitions: `models`, `check`."""
+"""Commands about model definitions: `models`, `check`, `new`."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from titan_adapters.registry import list_models
+from titan_adapters.scaffold import Template, class_name, new_model
 
 if TYPE_CHECKING:
     from titan_adapters.testing import CheckResult
@@ -52,6 +54,20 @@ def check(
         raise typer.Exit(1)
 
 
+def new(
+    name: Annotated[str, typer.Argument(help="The model's name, in snake_case.")],
+    like: Annotated[Template, typer.Option(help="What to start from.")] = Template.llama,
+    directory: Annotated[Path, typer.Option(file_okay=False, help="Where to write.")] = Path(),
+) -> None:
+    """Write a small complete model and its test, to change into yours. Existing files are left alone."""
+    model, test = new_model(name, like, directory)
+    typer.echo(
+        f"{model}  the model; change what is marked CHANGE\n{test}  its test\n\nNext:\n"
+        f"  python -m pytest {test}\n"
+        f"  PYTHONPATH={directory} titan-adapters check {name}:{class_name(name)}"
+    )
+
+
 def _print(model: str, results: "list[CheckResult]") -> None:
     configs = list(dict.fromkeys(r.config for r in results if r.config))
     table = Table(Column("check", no_wrap=True), *configs, title=f"{model}: contract suite", caption_justify="left")
@@ -71,3 +87,4 @@ def _print(model: str, results: "list[CheckResult]") -> None:
 def add_to(app: typer.Typer) -> None:
     app.command()(models)
     app.command()(check)
+    app.command()(new)
