@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from titan_adapters.cli import checkpoints, models, plan, serving
+from titan_adapters.cli import checkpoints, doctor, models, plan, serving
 from titan_adapters.errors import TitanError
 from titan_adapters.registry import register_model
 
@@ -28,6 +28,7 @@ models.add_to(app)
 checkpoints.add_to(app)
 plan.add_to(app)
 serving.add_to(app)
+doctor.add_to(app)
 
 
 def main() -> None:
