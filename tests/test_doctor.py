@@ -115,6 +115,9 @@ def test_plugin(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
     (text,) = found(checks.plugin)
     assert "VLLM_PLUGINS='lora_resolver' keeps vLLM from loading" in text and "add titan_adapters to it" in text
+    monkeypatch.delenv("VLLM_PLUGINS")
+    (finding,) = checks.plugin(Scene({"this process": HEALTHY | {"plugin": "error: ImportError: so"}}, None))
+    assert finding.problem == "vLLM can't load its plugins: ImportError: so"
     monkeypatch.setattr(checks, "plugin_entry_points", lambda: [])
     assert "no entry point in vllm.general_plugins" in found(checks.plugin)[0]
     monkeypatch.setattr(checks, "plugin_entry_points", lambda: [Broken()])

@@ -162,6 +162,9 @@ def plugin(scene: Scene) -> Findings:
         except Exception as error:
             problem = f"vLLM's plugin {entry.value} can't be imported: {error}"
             yield Finding("error", problem, "install titan-adapters again.")
+    seen = next(iter(scene.views.values()))["plugin"]
+    if seen.startswith(ERROR):
+        yield Finding("error", f"vLLM can't load its plugins: {seen.removeprefix(ERROR)}", "mend what this names.")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "titan_adapters" not in allowed.split(","):
         yield Finding(

@@ -1,10 +1,12 @@
 """Looking from three processes, and what comes of it."""
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from titan_adapters.checkpoint import read_identity
 from titan_adapters.contract import meta_model
@@ -84,11 +86,15 @@ def _look_from_worker(folder: str) -> View:
     from titan_adapters.vllm import LLM
 
     length = min(128, read_identity(folder).config.max_seq_len)
-    llm = LLM(
-        checkpoint=folder, load_format="dummy", enforce_eager=True, max_model_len=length, max_num_seqs=2,
-        skip_tokenizer_init=True, disable_log_stats=True,
-    )  # fmt: skip
-    try:
-        return llm.collective_rpc("titan_look", args=(folder,))[0]
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    # Not most of the memory, as vLLM would take by default on the CPU. What is set for this look only is not shown.
+    ours = {name: value for name, value in {"VLLM_CPU_KVCACHE_SPACE": "1"}.items() if name not in os.environ}
+    with mock.patch.dict(os.environ, ours):
+        llm = LLM(
+            checkpoint=folder, load_format="dummy", enforce_eager=True, max_model_len=length, max_num_seqs=2,
+            skip_tokenizer_init=True, disable_log_stats=True,
+        )  # fmt: skip
+        try:
+            (view, *_) = llm.collective_rpc("titan_look", args=(folder,))
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    return {row: value for row, value in view.items() if row.removeprefix("$") not in ours}
