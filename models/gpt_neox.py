@@ -71,6 +71,7 @@ class GPTNeoXBlock(ta.nn.PreNormBlock):
 class GPTNeoX(ta.BaseTransformer):
     model_type = "gpt_neox"
     Config = GPTNeoXConfig
+    impossible_geometry = dict.fromkeys(["head_dim other than dim / heads", "one kv head"], "can't be published")
     Block = GPTNeoXBlock
 
     @classmethod

@@ -107,5 +107,7 @@ class Ministral3(ta.BaseTransformer):
             "unequal mscales, tied, window in every layer": gqa.model_copy(
                 update={"rope": uneven, "tied_embeddings": True, "windows": (5, 5)}
             ),
-            "no temperature, one kv head": gqa.model_copy(update={"temperature": None, "num_kv_heads": 1}),
+            "no temperature, one kv head, square mlp": gqa.model_copy(
+                update={"temperature": None, "num_kv_heads": 1, "hidden_dim": 96}
+            ),
         }

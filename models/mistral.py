@@ -81,10 +81,11 @@ class Mistral(ta.BaseTransformer):
                 update={"windows": (5, 5), "rope": gqa.rope.model_copy(update={"scaling": yarn})}
             ),
             "no window": gqa,
-            "tied, one kv head, linear rope": gqa.model_copy(
+            "tied, one kv head, square mlp, linear rope": gqa.model_copy(
                 update={
                     "tied_embeddings": True,
                     "num_kv_heads": 1,
+                    "hidden_dim": 96,
                     "rope": gqa.rope.model_copy(update={"scaling": ta.LinearScaling(factor=4.0)}),
                 }
             ),
@@ -116,7 +117,7 @@ class Ministral(Mistral):
         llama3 = ta.Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
         return {
             "first layer windowed": gqa.model_copy(update={"windows": (5, None)}),
-            "no window": gqa,
+            "no window, one kv head, square mlp": gqa.model_copy(update={"num_kv_heads": 1, "hidden_dim": 96}),
             "tied, window in every layer, llama3 rope": gqa.model_copy(
                 update={
                     "windows": (5, 5),

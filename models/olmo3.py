@@ -105,7 +105,7 @@ class Olmo3(ta.BaseTransformer):
             "no window, tied, one kv head": mixed.model_copy(
                 update={"windows": (None,) * 3, "tied_embeddings": True, "num_kv_heads": 1}
             ),
-            "window in every layer, as many kv heads, biases": mixed.model_copy(
-                update={"windows": (5,) * 3, "num_kv_heads": 4, "attention_bias": True}
+            "window in every layer, as many kv heads, biases, square mlp": mixed.model_copy(
+                update={"windows": (5,) * 3, "num_kv_heads": 4, "attention_bias": True, "hidden_dim": 96}
             ),
         }

@@ -70,6 +70,7 @@ class OlmoeConfig(ta.TransformerConfig):
 class Olmoe(ta.BaseTransformer):
     model_type = "olmoe"
     Config = OlmoeConfig
+    impossible_geometry = dict.fromkeys(["head_dim other than dim / heads"], "stock q and k norms have dim channels")
     Block = ta.nn.PreNormBlock
 
     @classmethod

@@ -46,6 +46,7 @@ class Phi3Config(ta.TransformerConfig):
 class Phi3(ta.BaseTransformer):
     model_type = "phi3"
     Config = Phi3Config
+    impossible_geometry = dict.fromkeys(["head_dim other than dim / heads"], "published configs don't say head_dim")
     Block = ta.nn.PreNormBlock
 
     @classmethod

@@ -79,7 +79,7 @@ class Qwen2(ta.BaseTransformer):
         )  # fmt: skip
         return {
             "gqa, odd vocab": gqa,
-            "tied, one kv head": gqa.model_copy(update={"tied_embeddings": True, "num_kv_heads": 1}),
+            "tied, one kv head": gqa.model_copy(update={"tied_embeddings": True, "num_kv_heads": 1, "dim": 96}),
             "second layer windowed, square mlp, yarn": gqa.model_copy(
                 update={
                     "hidden_dim": 128,

@@ -145,6 +145,6 @@ class Qwen2Moe(ta.BaseTransformer):
                 update=mixed | {"tied_embeddings": True, "num_kv_heads": 1}
             ),
             "sparse then dense, one of three, widths 24 and 40, no biases, second layer windowed": gqa.model_copy(
-                update=other | {"num_experts": 3, "top_k": 1, "windows": (None, 5)}
+                update=other | {"num_experts": 3, "top_k": 1, "windows": (None, 5), "dim": 96}
             ),
         }

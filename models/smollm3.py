@@ -103,7 +103,13 @@ class SmolLM3(ta.BaseTransformer):
                     "rope": mixed.rope.model_copy(update={"scaling": yarn, "theta": 1e4}),
                 }
             ),
-            "rope in all layers, one kv head, biases": mixed.model_copy(
-                update={"rotates": (True,) * 3, "num_kv_heads": 1, "attention_bias": True, "mlp_bias": True}
+            "rope in all layers, one kv head, square mlp, biases": mixed.model_copy(
+                update={
+                    "rotates": (True,) * 3,
+                    "num_kv_heads": 1,
+                    "hidden_dim": 96,
+                    "attention_bias": True,
+                    "mlp_bias": True,
+                }
             ),
         }

@@ -23,11 +23,12 @@ torch.set_num_threads(1)
 settings.register_profile("titan", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("titan")
 
+INSTALLED = [info.name for info in ta.list_models() if info.source.startswith("installed")]
+
 EVERY_MODEL = [
-    pytest.param(model, config, id=f"{info.name}: {name}")
-    for info in ta.list_models()
-    if info.source.startswith("installed")
-    for model in [ta.get_model(info.name)]
+    pytest.param(model, config, id=f"{installed}: {name}")
+    for installed in INSTALLED
+    for model in [ta.get_model(installed)]
     for name, config in model.tiny_configs().items()
 ]
 """(model class, config) of every installed model's every tiny config."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import titan_adapters as ta
+from tests.conftest import INSTALLED
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -36,8 +37,7 @@ def test_field_table_needs_no_vllm():
 
 
 def test_capability_table_is_current():
-    installed = [info.name for info in ta.list_models() if info.source.startswith("installed")]
-    found = ta.testing.capability_table({name: ta.testing.check_model(name) for name in installed})
+    found = ta.testing.capability_table({name: ta.testing.check_model(name) for name in INSTALLED})
     assert table("capabilities") == found, "run `titan-adapters check --all --markdown` and paste its output"
 
 

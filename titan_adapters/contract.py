@@ -32,6 +32,8 @@ class BaseTransformer(nn.Module):
     """Name in the registry and in checkpoints; the HF `model_type` where there is one."""
     Config: ClassVar[type[TransformerConfig]]
     Block: ClassVar[type[nn.Module]]
+    impossible_geometry: ClassVar[dict[str, str]] = {}
+    """Kinds of awkward geometry (`titan_adapters.testing.geometry`) that no config can have, each with the reason."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()

@@ -62,3 +62,7 @@ class PlanError(TitanError):
 
 class EngineError(TitanError):
     """The inference engine can't run this model as asked."""
+
+
+class ScaffoldError(TitanError):
+    """Files to start a model from can't be written."""

@@ -7,37 +7,37 @@ skipped, and says why.
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 import titan_adapters as ta
 from tests.conftest import relative_error
 from titan_adapters import registry
+from titan_adapters.testing.engine import (
+    ENVIRONMENT,
+    OPTIONS,
+    chunks_of,
+    generate,
+    logprobs_of,
+    recorded_steps,
+    shut_down,
+    torch_logprobs_of,
+)
+
+__all__ = ["chunks_of", "generate", "logprobs_of", "recorded_steps", "shut_down", "torch_logprobs_of"]
 
 # Before vllm is imported. One process, so that a test can look into the engine, and does not wait for another import.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+os.environ.update(ENVIRONMENT)
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ROOT = Path(__file__).parents[2]
 
-SMALL: dict[str, Any] = {
-    "enforce_eager": True,
-    "max_model_len": 128,
-    "max_num_seqs": 8,
-    "block_size": 32,  # the smallest that attention on the CPU takes
-    "num_gpu_blocks_override": 64,
-    "max_logprobs": -1,  # whole distributions, so that every logit is compared
-    "disable_log_stats": True,
-}
-TINY = SMALL | {"skip_tokenizer_init": True}
+TINY = OPTIONS
+SMALL = {name: value for name, value in OPTIONS.items() if name != "skip_tokenizer_init"}
 
 
 @pytest.fixture(scope="module")
@@ -57,44 +57,6 @@ def start() -> Iterator[Callable[..., Any]]:
     shut_down(engines)
 
 
-def shut_down(engines: Iterable[Any]) -> None:
-    with mock.patch("gc.collect"):  # most of a second each time
-        for engine in engines:
-            engine.llm_engine.engine_core.shutdown()
-
-
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 12, prompt_logprobs: bool = True) -> list[Any]:
-    """Greedy outputs for prompts of token ids, with logprobs of all tokens of the vocabulary.
-
-    vLLM reads no cached prefixes for requests that ask for prompt logprobs.
-    """
-    import vllm
-
-    sampling = vllm.SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        logprobs=-1,
-        prompt_logprobs=-1 if prompt_logprobs else None,
-        detokenize=False,
-    )
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-
-
-def logprobs_of(output: Any) -> Tensor:
-    """[positions, V]: of prompt tokens 1 and later if the output has them, then of generated ones."""
-    rows = list(output.prompt_logprobs or [None])[1:] + list(output.outputs[0].logprobs)
-    return torch.tensor([[row[token].logprob for token in range(len(row))] for row in rows])
-
-
-def torch_logprobs_of(model: ta.BaseTransformer, output: Any) -> Tensor:
-    """What `logprobs_of(output)` should be: one forward pass over prompt and continuation."""
-    tokens = torch.tensor([*output.prompt_token_ids, *output.outputs[0].token_ids])
-    with torch.no_grad():
-        logprobs = model(tokens).float().log_softmax(-1)[:-1]
-    return logprobs if output.prompt_logprobs else logprobs[len(output.prompt_token_ids) - 1 :]
-
-
 def error_against_torch(model: ta.BaseTransformer, outputs: list[Any]) -> float:
     """Relative error over all logprobs of all outputs; also checks that the engine chose its best tokens."""
     for output in outputs:
@@ -102,34 +64,6 @@ def error_against_torch(model: ta.BaseTransformer, outputs: list[Any]) -> float:
         assert chosen == logprobs_of(output)[-len(chosen) :].argmax(-1).tolist()
     ours = torch.cat([logprobs_of(output) for output in outputs])
     return relative_error(ours, torch.cat([torch_logprobs_of(model, output) for output in outputs]))
-
-
-@contextmanager
-def recorded_steps(llm: Any) -> Iterator[list[Any]]:
-    """The scheduler's output of every step: `num_scheduled_tokens` by request, `preempted_req_ids`."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    original, steps = scheduler.schedule, []
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        steps.append(original(*args, **kwargs))
-        return steps[-1]
-
-    scheduler.schedule = schedule
-    try:
-        yield steps
-    finally:
-        scheduler.schedule = original
-
-
-@contextmanager
-def chunks_of(llm: Any, size: int) -> Iterator[None]:
-    """At most `size` tokens per step, as with `max_num_batched_tokens=size`, without starting another engine."""
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    before, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, size
-    try:
-        yield
-    finally:
-        scheduler.max_num_scheduled_tokens = before
 
 
 def engine_model(llm: Any) -> Any:

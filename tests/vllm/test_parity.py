@@ -5,7 +5,6 @@ Relative errors are over the whole distribution at every compared position; meas
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,20 +29,11 @@ from tests.vllm.conftest import (
     torch_logprobs_of,
 )
 from tests.vllm.models import FreeAttention
+from titan_adapters.testing.engine import ENGINE_CHECKS, LENGTH, Served
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("no_registrations_left")]
 
 TOLERANCE = 1e-5
-LENGTH = 72
-"""Tokens of the usual prompt: two and a quarter cache blocks, more than any window."""
-
-
-class Served(NamedTuple):
-    model: ta.BaseTransformer
-    llm: Any
-
-    def prompt(self, length: int = LENGTH, seed: int = 1) -> list[int]:
-        return random_tokens(self.model.config, length, seed=seed).tolist()
 
 
 FREE = [
@@ -63,16 +53,19 @@ def served(request, start, tmp_path_factory, no_registrations_left) -> Iterator[
     # keeps layers in groups of equal size and kind, each with blocks of its own.
     kinds = [(spec.window, spec.chunk) for spec in config.attention_specs()]
     uneven = len({kinds.count(kind) for kind in kinds}) > 1
-    yield Served(model, start(checkpoint=folder, num_gpu_blocks_override=24 if uneven else 14))
+    llm = start(checkpoint=folder, num_gpu_blocks_override=24 if uneven else 14)
+    yield Served(model, llm, TOLERANCE)
 
 
-def test_whole_prompt(served):
-    with recorded_steps(served.llm) as steps:
-        outputs = generate(served.llm, [served.prompt()])
-    assert list(steps[0].num_scheduled_tokens.values()) == [LENGTH]
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+def test_contract_suite(served, check):
+    check(served)
+
+
+def test_the_comparison_can_fail(served):
+    """It notices one norm weight of one layer that is off by a hundredth."""
+    outputs = generate(served.llm, [served.prompt()])
     error = error_against_torch(served.model, outputs)
-    assert error < TOLERANCE
-    # The comparison can fail: it notices one norm weight of one layer that is off by a hundredth.
     weight = served.model.layers[-1].ffn_norm.weight
     with torch.no_grad():
         original = weight[0].clone()
@@ -80,37 +73,6 @@ def test_whole_prompt(served):
         changed = error_against_torch(served.model, outputs)
         weight[0] = original
     assert changed > TOLERANCE > 3 * error
-
-
-@pytest.mark.parametrize("size", [16, 7, 1])
-def test_chunked_prompt(served, size):
-    with chunks_of(served.llm, size), recorded_steps(served.llm) as steps:
-        outputs = generate(served.llm, [served.prompt()])
-    chunks = [n for step in steps for n in step.num_scheduled_tokens.values()][: -(-LENGTH // size)]
-    assert max(chunks) == size and sum(chunks) == LENGTH
-    assert error_against_torch(served.model, outputs) < TOLERANCE
-
-
-def test_prefix_cache_hit(served):
-    served.llm.reset_prefix_cache()
-    prompt = served.prompt()
-    first = generate(served.llm, [prompt], prompt_logprobs=False)
-    again = generate(served.llm, [prompt], prompt_logprobs=False)
-    forked = generate(served.llm, [prompt[:70] + served.prompt(20, seed=2)], prompt_logprobs=False)
-    assert [o.num_cached_tokens for o in first + again + forked] == [0, 64, 64]  # whole blocks of 32
-    assert error_against_torch(served.model, first + again + forked) < TOLERANCE
-
-
-def test_mixed_batch(served):
-    prompts = [served.prompt(length, seed=length) for length in (1, 2, 3, 17, 61, LENGTH)]
-    alone = [generate(served.llm, [prompt])[0] for prompt in prompts]
-    with recorded_steps(served.llm) as steps:
-        together = generate(served.llm, prompts)
-    assert max(len(step.num_scheduled_tokens) for step in steps) > 3
-    assert error_against_torch(served.model, together) < TOLERANCE
-    for one, other in zip(alone, together, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert relative_error(logprobs_of(other), logprobs_of(one)) < TOLERANCE
 
 
 def test_preemption(served):
@@ -128,7 +90,7 @@ def served_alone(start, folder: Path, cls: type[ta.BaseTransformer], config: ta.
     model = random_model(cls, config)
     ta.register_model(cls)
     ta.save_checkpoint(model, folder)
-    return Served(model, start(checkpoint=folder, enable_prefix_caching=False))
+    return Served(model, start(checkpoint=folder, enable_prefix_caching=False), TOLERANCE)
 
 
 def positions_that_see(served: Served, position: int) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from titan_adapters.cli import bench, checkpoints, models, plan, serving, verify
+from titan_adapters.cli import bench, checkpoints, doctor, models, plan, serving, verify
 from titan_adapters.errors import TitanError
 from titan_adapters.registry import register_model
 
@@ -30,6 +30,7 @@ plan.add_to(app)
 serving.add_to(app)
 bench.add_to(app)
 verify.add_to(app)
+doctor.add_to(app)
 
 
 def main() -> None:

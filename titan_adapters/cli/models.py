@@ -1,5 +1,6 @@
-"""Commands about model definitions: `models`, `check`."""
+"""Commands about model definitions: `models`, `check`, `new`."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -7,6 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from titan_adapters.registry import list_models
+from titan_adapters.scaffold import Template, class_name, new_model
 
 if TYPE_CHECKING:
     from titan_adapters.testing import CheckResult
@@ -25,6 +27,9 @@ def models() -> None:
 def check(
     model: Annotated[str | None, typer.Argument(help="A registered name, or pkg.module:Class.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every known model.")] = False,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also compare a vLLM engine with plain torch, a few seconds per config.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Only a table of models and checks.")] = False,
     fields: Annotated[
         bool, typer.Option("--fields", help="Only a Markdown table of spec fields and who computes them.")
@@ -39,7 +44,7 @@ def check(
     if every == (model is not None):
         raise typer.BadParameter("give a MODEL or --all")
     names = [info.name for info in list_models()] if model is None else [model]
-    results = {name: check_model(name) for name in names}
+    results = {name: check_model(name, engine=engine) for name in names}
     if markdown:
         typer.echo(capability_table(results), nl=False)
     else:
@@ -47,6 +52,20 @@ def check(
             _print(name, found)
     if any(r.outcome == "failed" for found in results.values() for r in found):
         raise typer.Exit(1)
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="The model's name, in snake_case.")],
+    like: Annotated[Template, typer.Option(help="What to start from.")] = Template.llama,
+    directory: Annotated[Path, typer.Option(file_okay=False, help="Where to write.")] = Path(),
+) -> None:
+    """Write a small complete model and its test, to change into yours. Existing files are left alone."""
+    model, test = new_model(name, like, directory)
+    typer.echo(
+        f"{model}  the model; change what is marked CHANGE\n{test}  its test\n\nNext:\n"
+        f"  python -m pytest {test}\n"
+        f"  PYTHONPATH={directory} titan-adapters check {name}:{class_name(name)}"
+    )
 
 
 def _print(model: str, results: "list[CheckResult]") -> None:
@@ -68,3 +87,4 @@ def _print(model: str, results: "list[CheckResult]") -> None:
 def add_to(app: typer.Typer) -> None:
     app.command()(models)
     app.command()(check)
+    app.command()(new)

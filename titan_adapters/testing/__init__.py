@@ -1,14 +1,10 @@
 """The conformance kit for model authors: `check_model` runs the contract suite on a model's tiny configs."""
 
-from dataclasses import dataclass
-from typing import Literal
-
-from titan_adapters.contract import BaseTransformer, contract_problems
 from titan_adapters.errors import ContractError
 from titan_adapters.nn import honours as nn_honours
-from titan_adapters.registry import get_model
-from titan_adapters.testing.checks import CHECKS, Case, Skip, relative_error
+from titan_adapters.testing.case import relative_error
 from titan_adapters.testing.fill import unique_fill
+from titan_adapters.testing.suite import CheckResult, check_model, pytest_check
 from titan_adapters.vllm import honours as vllm_honours
 
 __all__ = [
@@ -16,41 +12,11 @@ __all__ = [
     "capability_table",
     "check_model",
     "field_table",
+    "pytest_check",
     "relative_error",
     "require",
     "unique_fill",
 ]
-
-Outcome = Literal["passed", "failed", "skipped"]
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """Outcome of one check on one tiny config."""
-
-    check: str
-    config: str
-    outcome: Outcome
-    detail: str
-
-
-def check_model(model: str | type[BaseTransformer]) -> list[CheckResult]:
-    """Run every check on every tiny config of `model`, a registered name, `"pkg.module:Class"` or a class.
-
-    A class that does not meet the contract yields one failed result per problem and is not built.
-    """
-    if isinstance(model, type) and (problems := contract_problems(model)):
-        return [CheckResult("contract", "", "failed", problem) for problem in problems]
-    cls = get_model(model)
-    results = [CheckResult("contract", "", "passed", f"{cls.__module__}:{cls.__qualname__}")]
-    try:
-        configs = cls.tiny_configs()
-    except NotImplementedError:
-        return [*results, CheckResult("tiny_configs", "", "failed", "missing; give at least one tiny config")]
-    for name, config in configs.items():
-        case = Case.build(cls, config)
-        results += [_run(check, name, case) for check in CHECKS]
-    return results
 
 
 def require(results: list[CheckResult]) -> None:
@@ -82,17 +48,3 @@ def field_table() -> str:
             module = f"`nn.{torchs[field].__name__}`" if field in torchs else "not honoured"
             lines.append(f"| `{spec.__name__}.{field}` | {module} | {vllms.get(field, 'refused')} |")
     return "\n".join(lines) + "\n"
-
-
-def _run(check, config_name: str, case: Case) -> CheckResult:
-    outcome: Outcome
-    try:
-        outcome, detail = "passed", check(case)
-    except Skip as skip:
-        outcome, detail = "skipped", str(skip)
-    except Exception as error:  # a model under test may raise anything; the report names it
-        outcome, detail = (
-            "failed",
-            str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}",
-        )
-    return CheckResult(check.__name__, config_name, outcome, detail)

@@ -32,6 +32,22 @@ class TitanWorker:
         if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
             runner._dummy_run(1)  # allocates for as many as a step may have
 
+    def titan_look(self, folder: str) -> dict[str, str]:
+        """What this process sees, for `titan-adapters doctor`; and what was chosen for the model that runs here."""
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        from titan_adapters.doctor.view import look
+
+        config = self.vllm_config  # type: ignore[attr-defined]
+        layers = config.compilation_config.static_forward_context.values()
+        backends = {layer.get_attn_backend().get_name() for layer in layers if isinstance(layer, AttentionLayerBase)}
+        served = {
+            "served dtype": str(config.model_config.dtype),
+            "served max_model_len": str(config.model_config.max_model_len),
+            "attention backend": ", ".join(sorted(backends)),
+        }
+        return look(folder) | served
+
     def titan_start_recording(self) -> list[str]:
         """Record routings from the next step on. Returns what keeps it from doing so, instead of raising far away."""
         self.titan_recorder = RoutingRecorder(self.model_runner)  # type: ignore[attr-defined]
