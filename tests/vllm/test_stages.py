@@ -55,7 +55,7 @@ def test_prefix_from_the_cache(served):
     llm.reset_prefix_cache()
     with ta.vllm.record_stages(llm) as recorded:
         (first,) = generate(llm, [prompt(70)], prompt_logprobs=False)
-        (second,) = generate(llm, [prompt(70) + [5]], prompt_logprobs=False)
+        (second,) = generate(llm, [[*prompt(70), 5]], prompt_logprobs=False)
     assert second.num_cached_tokens == 64
     alone = recorded.of(second)
     assert not alone.complete and alone.positions[0] == 64
