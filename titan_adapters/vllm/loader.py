@@ -23,9 +23,9 @@ logger = init_logger("vllm.titan_adapters")
 class WeightWriter:
     """Converts incoming tensors to native ones and writes each through its parameter's own loader.
 
-    Tensors stay views of what came in, of which a parameter's loader copies its rank's part, so that from a mapped file
-    no more is read. What a row rearranges is moved to the device first, whole, and rearranged there. Experts are written
-    one by one as they come. So besides the model, one incoming tensor is held, or the parts of one joined row.
+    Tensors stay views of what came in, of which a parameter's loader copies its rank's part, so that of a mapped file
+    no more is read. What a row rearranges is moved to the device whole, and rearranged there. Experts are written one
+    by one as they come. So one incoming tensor is held besides the model, or the parts of one joined row.
 
     During vLLM's reload (parameters are on meta then), an engine layer is written when all of its tensors are there:
     vLLM fills what a reload leaves out of a packed layer with whatever is in memory.
