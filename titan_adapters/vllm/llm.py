@@ -73,10 +73,11 @@ def engine_args(
         identity = read_identity(folder)
         _check_agreement(identity, cls, config, folder)
         if load_format not in WITHOUT_WEIGHTS:
-            weights = open_weights(folder)
-            check_digest(weights, identity.config)
             built = meta_model(identity.model, identity.config)
-            check_weights(weights, adapter_for(built, identity.names), native_tensors(built))
+            adapter = adapter_for(built, identity.names)
+            weights = open_weights(folder).model_part(adapter.required())
+            check_digest(weights, identity.config)
+            check_weights(weights, adapter, native_tensors(built))
             if isinstance(weights, DcpFolder) and load_format == "auto":
                 engine_kwargs["load_format"] = DCP_FORMAT
     parallel = Parallel.from_arguments(engine_kwargs)

@@ -39,6 +39,8 @@ class WeightWriter:
 
     def __init__(self, adapter: StateDictAdapter, expected: dict[str, Tensor], swap: Swap, device: torch.device):
         self._adapter = adapter
+        self.required = adapter.required()
+        """Names of the incoming tensors that a load needs."""
         self._device = device
         self._elsewhere = {name for name in expected if swap.is_elsewhere(name)}
         expected = {name: tensor for name, tensor in expected.items() if name not in self._elsewhere}
@@ -194,5 +196,5 @@ class DcpLoader(BaseModelLoader):
         _writer_of(model).write(self.get_all_weights(model_config, model))
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the folder; vLLM's `reload_weights` calls this too."""
-        return open_weights(model_config.model).tensors()
+        """Every tensor of the model in the folder; vLLM's `reload_weights` calls this too."""
+        return open_weights(model_config.model).model_part(_writer_of(model).required).tensors()
