@@ -1,13 +1,16 @@
-"""Loading holds about one shard besides the model. Measured in a process of its own, from the kernel's accounts."""
+"""Loading holds about one shard besides the model, and reads what it needs. Measured from the kernel's accounts."""
 
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import titan_adapters as ta
 from tests.conftest import random_model
+from titan_adapters.checkpoint import open_weights
 
 MIB = 2**20
 
@@ -59,3 +62,31 @@ def test_loading_holds_about_one_shard_besides_the_model(format, tmp_path):
     before, peak, after = (kib / 1024 for kib in json.loads(done.stdout))
     assert peak - before < 1.5 * 18, f"{peak - before:.1f} MiB at the peak"
     assert after - before < 4, f"{after - before:.1f} MiB stay"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+def test_of_rows_that_only_name_and_cut_a_rank_reads_its_own_part(tmp_path):
+    """Two tensors of 32 MiB, of which the second of four ranks takes its rows, as an engine's loaders do."""
+    _read_quarters(tmp_path / "tiny", rows=8)  # maps the code that does it
+    before = _mapped_mib()
+    native, parts = _read_quarters(tmp_path / "large", rows=8192)
+    read = _mapped_mib() - before
+    assert len(native) == 3 and sum(part.nbytes for part in parts) == 16 * MIB
+    assert 15 < read < 18, f"{read:.1f} MiB were read"
+
+
+def _read_quarters(folder, rows):
+    """Native tensors, which keep the file mapped, and of each the second quarter."""
+    folder.mkdir()
+    save_file({"gate_up": torch.ones(rows, 1024), "down": torch.ones(rows, 1024)}, folder / "model.safetensors")
+    half = rows // 2
+    session = ta.StateDictAdapter(
+        ta.Split("gate_up", ["w1", "w3"], sizes=[half, half]), ta.Rename("down", "w2")
+    ).session()
+    native = [tensor for item in open_weights(folder).tensors() for _, tensor in session.feed(*item)]
+    return native, [tensor.chunk(4)[1].clone() for tensor in native]
+
+
+def _mapped_mib() -> float:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssFile:")) / 1024

@@ -45,7 +45,12 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 def load_checkpoint(
-    model: BaseTransformer, path: str | Path, *, cast: bool = False, progress: Progress | None = None
+    model: BaseTransformer,
+    path: str | Path,
+    *,
+    cast: bool = False,
+    prefix: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write every weight of a native, published or DCP folder into `model`, exactly once.
 
@@ -55,6 +60,7 @@ def load_checkpoint(
 
     Args:
         cast: Allow conversions to a narrower dtype, such as fp32 weights into a bf16 model.
+        prefix: What precedes the model's names in a DCP folder, such as "model", if several models are in it.
         progress: Called as progress(bytes done, bytes in all, tensor name).
 
     Raises:
@@ -63,9 +69,9 @@ def load_checkpoint(
     """
     identity = read_identity(path)
     _check_same_model(model, identity, path)
-    weights = open_weights(path)
-    check_digest(weights, identity.config)
     adapter = adapter_for(model, identity.names)
+    weights = open_weights(path).model_part(adapter.required(), prefix)
+    check_digest(weights, identity.config)
     expected = native_tensors(model)
     produced = check_weights(weights, adapter, expected)
     if not cast:
@@ -80,12 +86,16 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    prefix: str | None = None,
     progress: Progress | None = None,
 ) -> BaseTransformer:
-    """The model of a checkpoint folder with its weights, in `dtype` (default: what the config says)."""
+    """The model of a checkpoint folder with its weights, in `dtype` (default: what the config says).
+
+    Other arguments as for `load_checkpoint`.
+    """
     identity = read_identity(path)
     model = meta_model(identity.model, identity.config).to(dtype or getattr(torch, identity.config.dtype))
-    load_checkpoint(model, path, cast=dtype is not None, progress=progress)
+    load_checkpoint(model, path, cast=dtype is not None, prefix=prefix, progress=progress)
     return model.to(device)
 
 
@@ -144,6 +154,7 @@ def convert_checkpoint(
     format: Format = "native",
     *,
     dtype: str | None = None,
+    prefix: str | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
@@ -152,12 +163,13 @@ def convert_checkpoint(
 
     Args:
         dtype: Store and serve in this dtype instead of the source's.
+        prefix: As for `load_checkpoint`.
     """
     identity = read_identity(source)
-    weights = open_weights(source)
-    check_digest(weights, identity.config)
     model = meta_model(identity.model, identity.config)
     adapter = adapter_for(model, identity.names)
+    weights = open_weights(source).model_part(adapter.required(), prefix)
+    check_digest(weights, identity.config)
     produced = check_weights(weights, adapter, native_tensors(model))
     config = identity.config
     if dtype is not None:

@@ -1,23 +1,31 @@
 """Reading torch.distributed.checkpoint folders without running code from them, whatever layout wrote them.
 
+A trainer may have put more into the folder than a model: the model's tensors are known by their names there, which may
+all have the same prefix. What else there is stays unread.
+
 Such a folder is two kinds of pickle: `.metadata` describes tensors and where their chunks lie, `*.distcp` files hold
 the chunks as torch.save wrote them. torch itself unpickles `.metadata` freely; here only the few types that it needs
 are known, and chunks go through `torch.load(weights_only=True)`.
 """
 
 import io
+import logging
 import math
 import pickle
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from titan_adapters.checkpoint.folder import CONFIG_DIGEST, DCP_METADATA, DTYPES, Header, Progress, WeightsFolder
 from titan_adapters.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _METADATA_TYPES = {
     "torch.distributed.checkpoint.metadata": (
@@ -48,6 +56,40 @@ class DcpFolder(WeightsFolder):
     """A DCP folder whose chunks have been checked against one another and against the files' sizes."""
 
     chunks: dict[str, list[Chunk]]
+
+    def model_part(self, required: Collection[str], prefix: str | None = None) -> Self:
+        """The model's tensors by the model's names.
+
+        Without `prefix`, all `required` names must be there under exactly one prefix, possibly an empty one. With that,
+        what is left out is what has another first component (up to the dot) than all of them.
+
+        Raises:
+            CheckpointError: several models are in the folder, or none is complete; says what is there.
+        """
+        found = Counter(name[: len(name) - len(end)] for name in self.headers for end in _ends(name) if end in required)
+        if prefix is None:
+            complete = [candidate for candidate, count in found.items() if count == len(required)]
+            candidates = complete or list(found)
+            if len(candidates) > 1:
+                raise CheckpointError(
+                    f"{self.path} does not show which of its tensors are the model.",
+                    [f"under {p!r} are {found[p]} of the model's {len(required)} tensors" for p in candidates],
+                    fix="pass prefix= to load_checkpoint, load_model or convert_checkpoint (`titan-adapters convert "
+                    "--prefix`); an engine serves the converted folder.",
+                )
+            prefix = candidates[0] if candidates else ""
+        elif prefix:
+            prefix = prefix.removesuffix(".") + "."
+        heads = {name.partition(".")[0] for name in required}
+        kept = {
+            name.removeprefix(prefix): name
+            for name in self.headers
+            if name.startswith(prefix) and (prefix or not found or name.partition(".")[0] in heads)
+        }
+        if len(kept) < len(self.headers):
+            logger.info("Of %s, %d tensors are not the model's.", self.path, len(self.headers) - len(kept))
+        headers, chunks = ({name: of[full] for name, full in kept.items()} for of in (self.headers, self.chunks))
+        return replace(self, headers=headers, chunks=chunks)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, put together from its chunks."""
@@ -87,7 +129,8 @@ def open_dcp(path: Path) -> DcpFolder:
             if name == CONFIG_DIGEST:
                 digest = places[name, None]
                 _plain_name(digest.relative_path)
-                continue
+            if isinstance(described, BytesStorageMetadata):
+                continue  # pickled by the trainer, such as the step: never read
             shape, dtype = tuple(described.size), described.properties.dtype
             chunks[name] = [_chunk(places[name, box.offsets], box) for box in described.chunks]
             headers[name] = Header(chunks[name][0].file, dtype, shape)
@@ -105,6 +148,13 @@ def open_dcp(path: Path) -> DcpFolder:
         text = _load(path / digest.relative_path, digest.offset, digest.length)
         written_with[digest.relative_path] = {CONFIG_DIGEST: str(text)}
     return DcpFolder(path, headers, written_with, chunks)
+
+
+def _ends(name: str) -> Iterator[str]:
+    """`name`, and what is left of it after each of its dots."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def _chunk(info: Any, box: Any) -> Chunk:

@@ -6,11 +6,11 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,6 +63,17 @@ class WeightsFolder:
 
     def meta_tensors(self) -> dict[str, Tensor]:
         return {n: torch.empty(h.shape, dtype=h.dtype, device="meta") for n, h in self.headers.items()}
+
+    def model_part(self, required: Collection[str], prefix: str | None = None) -> Self:
+        """This folder without what a trainer saved besides the model; in safetensors folders there is nothing else.
+
+        Args:
+            required: Names of the model's tensors.
+            prefix: What precedes them in the folder, such as "model.", where the folder does not show it.
+        """
+        if prefix is not None:
+            raise CheckpointError(f"{self.path} is not a DCP folder.", fix="leave out prefix.")
+        return self
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, memory-mapped."""

@@ -87,6 +87,9 @@ def convert(
     target: Annotated[Path, typer.Argument(help="Folder to create.")],
     to: Annotated[Format, typer.Option(help="Ours, or the stock architecture's.")] = Format.native,
     dtype: Annotated[DType | None, typer.Option(help="Store and serve in this dtype; default: the source's.")] = None,
+    prefix: Annotated[
+        str | None, typer.Option(help="Of the model's names, in a DCP folder with several models.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing checkpoint folder.")] = False,
     max_shard_bytes: Annotated[int, typer.Option(min=1)] = DEFAULT_SHARD_BYTES,
 ) -> None:
@@ -99,6 +102,7 @@ def convert(
             target,
             to.value,
             dtype=dtype and dtype.value,
+            prefix=prefix,
             overwrite=overwrite,
             max_shard_bytes=max_shard_bytes,
             progress=lambda done, total, name: bar.update(task, completed=done, total=total),

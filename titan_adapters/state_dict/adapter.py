@@ -41,6 +41,10 @@ class StateDictAdapter:
         """Names that a load must write: all but aliases."""
         return {name for b in self.bindings if not isinstance(b.row, Tie) for name in b.native}
 
+    def required(self) -> set[str]:
+        """Checkpoint names without which a load fails."""
+        return {name for b in self.bindings if not isinstance(b.row, Tie | Drop) for name in b.hf}
+
     def session(self, direction: Direction = "to_native", *, in_parts: Collection[str] = ()) -> "Session":
         """A conversion that takes tensors one at a time, in any order and any number of calls.
 

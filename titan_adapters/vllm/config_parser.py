@@ -12,6 +12,7 @@ from titan_adapters.hf_config import emit_hf_config
 from titan_adapters.registry import import_path, unimportable_reason
 from titan_adapters.vllm.compat import multiprocess_engine, platform_problems
 from titan_adapters.vllm.honours import unhonoured
+from titan_adapters.vllm.source import source_digest
 
 
 class TitanConfigParser(ConfigParserBase):
@@ -36,6 +37,9 @@ class TitanConfigParser(ConfigParserBase):
         identity = read_identity(model)
         check_servable(identity)
         emitted = emit_hf_config(identity.model, identity.config, identity.names)
+        emitted["titan"]["source"] = source_digest(
+            identity.model
+        )  # with the rest of the config, keys the compile cache
         return emitted, as_hf_object(emitted)
 
 

@@ -1,5 +1,7 @@
 """Starting an engine from Python."""
 
+import hashlib
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from titan_adapters.checkpoint.identity import check_digest, config_diff
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer, meta_model
 from titan_adapters.errors import EngineError
-from titan_adapters.registry import get_model
+from titan_adapters.registry import get_model, import_path
 from titan_adapters.state_dict import native_tensors
 from titan_adapters.vllm.parallel import Parallel, check_parallel, share_cores
 from titan_adapters.vllm.plugin import CONFIG_FORMAT, DCP_FORMAT, SKIP_FORMAT, register
@@ -63,19 +65,19 @@ def engine_args(
                 "There is no checkpoint to load.",
                 fix=f"pass checkpoint=, or model=, config= and load_format= one of {', '.join(WITHOUT_WEIGHTS)}.",
             )
-        folder = Path(tempfile.mkdtemp(prefix="titan_adapters_"))
         identity = Identity(cls, config, "native")
-        write_identity(folder, identity)
+        folder = _folder_without_weights(identity)
         engine_kwargs.setdefault("skip_tokenizer_init", "tokenizer" not in engine_kwargs)
     else:
         folder = Path(checkpoint)
         identity = read_identity(folder)
         _check_agreement(identity, cls, config, folder)
         if load_format not in WITHOUT_WEIGHTS:
-            weights = open_weights(folder)
-            check_digest(weights, identity.config)
             built = meta_model(identity.model, identity.config)
-            check_weights(weights, adapter_for(built, identity.names), native_tensors(built))
+            adapter = adapter_for(built, identity.names)
+            weights = open_weights(folder).model_part(adapter.required())
+            check_digest(weights, identity.config)
+            check_weights(weights, adapter, native_tensors(built))
             if isinstance(weights, DcpFolder) and load_format == "auto":
                 engine_kwargs["load_format"] = DCP_FORMAT
     parallel = Parallel.from_arguments(engine_kwargs)
@@ -112,6 +114,24 @@ def LLM(
     if engine_kwargs.get("pipeline_parallel_size", 1) > 1:
         llm.collective_rpc("titan_warm_up")
     return llm
+
+
+def _folder_without_weights(identity: Identity) -> Path:
+    """A folder that only names the model. The same one each time: its path is in the key of vLLM's compile cache."""
+    from vllm import envs
+
+    described = f"{import_path(identity.model)} {identity.config.digest()}"
+    parent = Path(envs.VLLM_CACHE_ROOT) / "titan_adapters"
+    folder = parent / hashlib.sha256(described.encode()).hexdigest()[:16]
+    if not folder.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=parent))
+        write_identity(made, identity)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(made)
+    return folder
 
 
 def _check_agreement(

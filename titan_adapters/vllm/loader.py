@@ -36,9 +36,9 @@ def poison(model: nn.Module) -> None:
 class WeightWriter:
     """Converts incoming tensors to native ones and writes each through its parameter's own loader.
 
-    Tensors stay views of what came in, of which a parameter's loader copies its rank's part: no more of a mapped file
-    is read. What a row rearranges is moved to the device first, whole, and rearranged there. Experts are written
-    one by one as they come. So besides the model, one incoming tensor is held, or the parts of one joined row.
+    Tensors stay views of what came in, of which a parameter's loader copies its rank's part, so that of a mapped file
+    no more is read. What a row rearranges is moved to the device whole, and rearranged there. Experts are written one
+    by one as they come. So one incoming tensor is held besides the model, or the parts of one joined row.
 
     During vLLM's reload (parameters are on meta then), an engine layer is written when all of its tensors are there:
     vLLM fills what a reload leaves out of a packed layer with whatever is in memory.
@@ -61,6 +61,8 @@ class WeightWriter:
         poisoned: bool = False,
     ):
         self._adapter = adapter
+        self.required = adapter.required()
+        """Names of the incoming tensors that a load needs."""
         self._device = device
         self.natives = expected
         """Those of all pipeline stages."""
@@ -211,5 +213,5 @@ class DcpLoader(BaseModelLoader):
         _writer_of(model).write(self.get_all_weights(model_config, model))
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the folder; vLLM's `reload_weights` calls this too."""
-        return open_weights(model_config.model).tensors()
+        """Every tensor of the model in the folder; vLLM's `reload_weights` calls this too."""
+        return open_weights(model_config.model).model_part(_writer_of(model).required).tensors()

@@ -160,6 +160,6 @@ def check_folder(
 ) -> None:
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
     if vllm_config.load_config.load_format in ("auto", "hf", "safetensors", DCP_FORMAT):
-        weights = open_weights(vllm_config.model_config.model)
+        weights = open_weights(vllm_config.model_config.model).model_part(adapter.required())
         check_digest(weights, config)
         check_weights(weights, adapter, expected)
