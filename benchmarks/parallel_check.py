@@ -41,7 +41,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel_size": 2},
     "EP 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
-TRAINED: dict[str, dict[str, int]] = {"trained TP 2": {"tp": 2}, "trained FSDP 2": {"fsdp": 2}}
+TRAINED: dict[str, dict[str, Any]] = {
+    "trained TP 2": {"axes": {"tp": 2}},
+    "trained TP 2 with sequence parallel": {"axes": {"tp": 2}, "sequence_parallel": True},
+    "trained FSDP 2": {"axes": {"fsdp": 2}},
+}
 LENGTHS = (1, 2, 3, 17, 64, 100)
 """Tokens of the prompts: fewer than ranks, as many, and more."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": math.inf}
@@ -73,8 +77,9 @@ def generate(result: Path, folder: str, options: dict[str, Any]) -> None:
     result.write_bytes(pickle.dumps({"outputs": outputs, "start": seconds, "graphs": getattr(graphs, "name", "none")}))
 
 
-def train(result: Path, model: str, axes: dict[str, int], folder: str) -> None:
-    """Four steps in fp32, alone without `axes`, and a DCP checkpoint. Losses are those of all rows."""
+def train(result: Path, model: str, folder: str, layout: dict[str, Any]) -> None:
+    """Four steps in fp32, alone without a layout, and a DCP checkpoint. Losses are those of all rows."""
+    axes = layout.get("axes", {})
     _, cls, config = next(tiny_configs(model))
     cuda = torch.cuda.is_available()
     rank = int(os.environ.get("RANK", 0))
@@ -88,7 +93,7 @@ def train(result: Path, model: str, axes: dict[str, int], folder: str) -> None:
         torch.distributed.init_process_group("nccl" if cuda else "gloo")
         mesh = torch.distributed.init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         rows = slice(2 * rank, 2 * rank + 2) if "fsdp" in axes else rows
-        ta.parallelize(built, mesh)
+        ta.parallelize(built, mesh, sequence_parallel=layout.get("sequence_parallel", False))
     optimizer, losses = torch.optim.SGD(built.parameters(), lr=0.5, momentum=0.9), []
     tokens, labels = torch.randint(config.vocab_size, (2, 4, 24), generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(4):
@@ -239,11 +244,11 @@ def main(
             ranks = 1 if layout == "1 rank" else 2
             return children.run(title, ranks, generate, checkpoint, options | chosen | LAYOUTS[layout])
 
-        def trained(title: str, axes: dict[str, int], layout: str) -> tuple[dict, dict]:
+        def trained(title: str, layout: dict[str, Any], served: str) -> tuple[dict, dict]:
             """The training, and what an engine makes of its checkpoint."""
             target = str(scratch / title)
-            found = children.run(title, 2 if axes else 1, train, training, axes, target, torchrun=bool(axes))
-            return found, found if "failure" in found else serve(f"{title}, served {layout}", target, layout)
+            found = children.run(title, 2 if layout else 1, train, training, target, layout, torchrun=bool(layout))
+            return found, found if "failure" in found else serve(f"{title}, served {served}", target, served)
 
         engines: list[tuple[str, Sequence[str], list[Future]]] = []
         for title, checkpoint in [item for model in models or DEFAULT for item in folders(model, dtype, scratch)]:
@@ -253,8 +258,8 @@ def main(
             engines.append((title, layouts, started))
         alone = pool.submit(trained, f"{training} trained alone", {}, "1 rank") if training else None
         trainings = {
-            name: pool.submit(trained, f"{training} {name}", axes, "TP 2")
-            for name, axes in (TRAINED if training else {}).items()
+            name: pool.submit(trained, f"{training} {name}", layout, "TP 2")
+            for name, layout in (TRAINED if training else {}).items()
         }
         rows = []
         for title, layouts, started in engines:

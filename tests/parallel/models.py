@@ -96,6 +96,18 @@ class Gained(Llama):
         return ta.decoder_plan(config, {"layers.*.feed_forward.gain": style})
 
 
+class Whole(Llama):
+    """Split in the feed-forward layers only."""
+
+    model_type = "whole"
+
+    @classmethod
+    def parallel_plan(cls, config: ta.TransformerConfig) -> ta.ParallelPlan:
+        split = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+        rows = ta.decoder_plan(config).rows
+        return ta.ParallelPlan({row: style if row.endswith(split) else ta.replicate for row, style in rows.items()})
+
+
 def attention(**changes: Any) -> ta.AttentionSpec:
     return TINY.attention(0).model_copy(update=changes)
 

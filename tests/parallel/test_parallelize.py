@@ -15,12 +15,14 @@ from titan_adapters.errors import PlanError
 pytestmark = pytest.mark.usefixtures("four_fake_ranks")
 
 
-def _refusal(model: ta.BaseTransformer, axes: dict[str, int], plan: ta.ParallelPlan | None = None) -> str:
+def _refusal(
+    model: ta.BaseTransformer, axes: dict[str, int], plan: ta.ParallelPlan | None = None, **options: bool
+) -> str:
     """The error's text, after a check that nothing was changed."""
     before = dict(model.named_parameters())
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     with pytest.raises(PlanError) as caught:
-        ta.parallelize(model, mesh, plan)
+        ta.parallelize(model, mesh, plan, **options)
     assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     return titan_error_text(caught)
@@ -86,6 +88,56 @@ def test_attention_of_an_unknown_kind_is_refused() -> None:
     }
     text = _refusal(model, {"fsdp": 2, "tp": 2}, ta.ParallelPlan(rows))
     assert "layers.1.attention.inner_attention is not in a titan_adapters.nn.Attention" in text
+
+
+def test_between_split_parts_a_rank_has_its_share_of_the_tokens() -> None:
+    """Of 5 tokens, rank 0 of 4 has two, the others one; the loop's graph keeps no more of the residual stream."""
+    config = Parts.config([attention(num_heads=4)] * 2, [TINY.feed_forward(0), mixture()])
+    model = Parts(config)
+    ta.parallelize(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), sequence_parallel=True)
+    seen: dict[str, tuple[int, ...]] = {}
+    for name in ("layers.0", "layers.0.attention_norm", "layers.0.attention.qkv_linear.wq", "layers.0.ffn_norm",
+                 "layers.1.moe.router", "norm", "lm_head"):  # fmt: skip
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen.__setitem__(name, tuple(args[0].shape))
+        )
+    for shape in ((3, 5), (5,)):
+        logits = model(torch.zeros(shape, dtype=torch.int64))
+        own = (*shape[:-1], 2, 48)
+        assert seen.pop("layers.1.moe.router") == (torch.Size(shape).numel(), 48)
+        assert seen.pop("lm_head") == seen.pop("layers.0.attention.qkv_linear.wq") == (*shape, 48)
+        assert set(seen.values()) == {own} and len(seen) == 4
+        assert logits.shape == (*shape, 131)
+
+
+def test_what_sequence_parallelism_refuses() -> None:
+    text = _refusal(meta_model(Llama, TINY), {"fsdp": 2}, sequence_parallel=True)
+    assert text.startswith("Sequence parallelism is over the axis 'tp'.")
+    config = Parts.config([attention(num_heads=4)], [mixture()])
+    model = meta_model(Parts, config)
+    router = model.layers[0].moe.router
+    model.layers[0].moe.router = None
+    model.layers[0].router = router
+    plan = {row.replace("moe.router", "router"): style for row, style in ta.decoder_plan(config).rows.items()}
+    text = _refusal(model, {"tp": 4}, ta.ParallelPlan(plan), sequence_parallel=True)
+    assert "layers.0.router is not in the module that has the experts" in text
+
+
+def test_tokens_that_get_lost_are_noticed() -> None:
+    class Last(Llama):
+        model_type = "last"
+
+        def run_layers(self, x, seq, start=0, stop=None):
+            return super().run_layers(x, seq, start, stop)[:, -1:]
+
+    model = Last(TINY)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    ta.parallelize(model, mesh["tp"], sequence_parallel=True)
+    with pytest.raises(PlanError) as caught:
+        model(torch.zeros(2, 6, dtype=torch.int64))
+    assert titan_error_text(caught).startswith(
+        "Activations of shape (2, 1, 48) are not those of 3 of the tokens (2, 6)."
+    )
 
 
 def test_a_model_is_parallelized_once() -> None:

@@ -6,7 +6,7 @@ Tolerance: relative 1e-5 in fp32 (other orders of summation).
 import pytest
 
 import titan_adapters as ta
-from tests.parallel.models import Gained, Parts
+from tests.parallel.models import TINY, Gained, Llama, Parts, Whole
 from tests.parallel.processes import run_processes
 from tests.parallel.training import TOKENS, Case, errors_of_training, replicas_of_gained
 from titan_adapters.parallel_sizes import size_problems
@@ -40,14 +40,40 @@ def _cases(world_size: int) -> dict[str, Case]:
         cases |= {f"{axes}": Case(llama, tied, axes) for axes in ({"fsdp": 1, "tp": 2}, {"dp_shard": 2, "tp": 1})}
         for axes in ({"tp": 2}, {"fsdp": 2}):
             cases[f"recomputed, {axes}"] = Case(llama, tied, axes, recompute=True)
+        cases |= _sequence_parallel_cases()
         return cases | {"adamw": Case(llama, tied, {"tp": 2}, optimizer="adamw")}
     for name, (model, config) in _every("llama", "olmo2", "qwen3_moe").items():
         layouts = [{"ep": 2, "tp": 2}, {"fsdp": 2, "ep": 2}] if config.moe_specs() else [{"fsdp": 2, "tp": 2}]
         for axes in layouts:
             if not size_problems(config, ep=axes.get("ep", 1)):
-                cases[f"{name}, {' and '.join(axes)}"] = Case(model, config, axes)
+                cases[f"{name}, {' and '.join(axes)}"] = Case(
+                    model, config, axes, sequence_parallel="tp" in axes and model is not llama
+                )
     olmo2 = ta.get_model("olmo2")
-    return cases | {"two kv heads over four": Case(olmo2, next(iter(olmo2.tiny_configs().values())), {"tp": 4})}
+    four = Case(olmo2, next(iter(olmo2.tiny_configs().values())), {"tp": 4})
+    return cases | {"two kv heads over four": four, "tokens over four": four._replace(sequence_parallel=True)}
+
+
+def _sequence_parallel_cases() -> dict[str, Case]:
+    """Each family once, and every kind of layer; the numbers of tokens, in `TOKENS`, leave a rank none, or fewer."""
+    chosen = {
+        name: (model, config)
+        for name, (model, config) in _every().items()
+        if model is Parts or config == next(iter(model.tiny_configs().values())) or name.startswith("qwen3, tied, one")
+    }
+    cases = {
+        f"{name}, tokens over tp": Case(model, config, {"tp": 2}, sequence_parallel=True)
+        for name, (model, config) in chosen.items()
+        if not size_problems(config, tp=2)
+    }
+    first = Case(Llama, TINY, {"tp": 2}, sequence_parallel=True)
+    mixtures = {f"{name}, balanced": case for name, case in cases.items() if case.config.moe_specs()}
+    return (
+        cases
+        | {name: case._replace(balance=True) for name, case in mixtures.items()}
+        | {"attention, embedding and head whole, tokens over tp": first._replace(model=Whole)}
+        | {"recomputed, tokens over tp": first._replace(recompute=True)}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,9 @@ class Case(NamedTuple):
     kernel: str = "loop"
     recompute: bool = False
     """Whether the split model's layers are checkpointed: run again in the backward pass."""
+    sequence_parallel: bool = False
+    balance: bool = False
+    """Whether the loss has a term that makes routers choose all experts alike."""
 
 
 def errors_of_training(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
@@ -47,7 +50,7 @@ def _errors(case: Case) -> dict[str, float]:
             if isinstance(module, ta.nn.InnerExperts):
                 module.kernel = case.kernel
     mesh = init_device_mesh("cpu", tuple(case.axes.values()), mesh_dim_names=tuple(case.axes))
-    ta.parallelize(split, mesh)
+    ta.parallelize(split, mesh, sequence_parallel=case.sequence_parallel)
     if case.recompute:
         split.run_layers = partial(_run_recomputed, split)
     optimizers = [_optimizer(case, model) for model in (alone, split)]
@@ -59,7 +62,10 @@ def _errors(case: Case) -> dict[str, float]:
     errors: dict[str, float] = {}
     for step, shape in enumerate(TOKENS):
         tokens, labels = torch.randint(case.config.vocab_size, (2, *shape), generator=generator)
-        losses = [_loss(alone, tokens, labels), _loss(split, tokens[rows], labels[rows])]
+        losses = [
+            _loss(alone, tokens, labels, case.balance),
+            _loss(split, tokens[rows], labels[rows], case.balance),
+        ]
         for loss in losses:
             loss.backward()
         ours = losses[1].detach().clone()
@@ -112,8 +118,10 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
 
 
-def _loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+def _loss(model: nn.Module, tokens: Tensor, labels: Tensor, balance: bool = False) -> Tensor:
+    with ta.nn.record_routing(model) as record:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    return loss + record.load_balancing_loss() if balance else loss
 
 
 def _compare(what: str, alone: nn.Module, split: nn.Module, floor: float | None) -> dict[str, float]:

@@ -4,73 +4,101 @@ The loss is computed alike on every such rank. So a gradient that arrives at a w
 and one that leaves a rank's own part of the work is only that part's share.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def spread(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """A whole tensor that each rank now uses for its own part of the work: the gradients are summed."""
     for group in groups:
-        x = _Spread.apply(x, group)
+        x = _Moved.apply(x, _same, partial(_all_reduced, group))
     return x
 
 
 def summed(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
     """The sum of all ranks' parts, whole on each."""
     for group in groups:
-        x = _Summed.apply(x, group)
+        x = _Moved.apply(x, partial(_all_reduced, group), _same)
     return x
 
 
-def gathered(x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-    """All ranks' parts of the last dim, one after the other: [..., part] -> [..., size].
+@dataclass(frozen=True)
+class Parts:
+    """A dim that the ranks of a group share: rank r has `sizes[r]` entries, after those of the ranks before it."""
 
-    Parts are what `torch.chunk` makes of `size`: equal, but that the last may be shorter.
-    """
-    return _Gathered.apply(x, group, size)
+    group: dist.ProcessGroup
+    dim: int
+    sizes: Sequence[int]
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """All parts, one after the other. Every rank goes on with them alike."""
+        return _Moved.apply(part, self._gather, self._cut)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of what all ranks have alike; the inverse of `gathered`."""
+        return _Moved.apply(whole, self._cut, self._gather)
+
+    def gathered_spread(self, part: Tensor) -> Tensor:
+        """`spread(gathered(part))`, whose gradients are summed and cut in one."""
+        return _Moved.apply(part, self._gather, self._sum_and_cut)
+
+    def summed_cut(self, share: Tensor) -> Tensor:
+        """`cut(summed(share))` in one."""
+        return _Moved.apply(share, self._sum_and_cut, self._gather)
+
+    def _gather(self, part: Tensor) -> Tensor:
+        padded = self._padded(part)
+        every = [torch.empty_like(padded) for _ in self.sizes]
+        dist.all_gather(every, padded, group=self.group)
+        parts = zip(every, self.sizes, strict=True)
+        return torch.cat([padded.narrow(self.dim, 0, size) for padded, size in parts], self.dim)
+
+    def _sum_and_cut(self, whole: Tensor) -> Tensor:
+        every = [self._padded(part) for part in whole.split(list(self.sizes), self.dim)]
+        own = torch.empty_like(every[0])
+        dist.reduce_scatter(own, every, group=self.group)
+        return own.narrow(self.dim, 0, self.sizes[self.group.rank()]).contiguous()
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        rank = self.group.rank()
+        # A copy: a view would keep the whole in memory.
+        return whole.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank]).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def _padded(self, part: Tensor) -> Tensor:
+        """Collectives want parts of one size, contiguous."""
+        missing = max(self.sizes) - part.shape[self.dim]
+        if missing:
+            part = F.pad(part.movedim(self.dim, -1), (0, missing)).movedim(-1, self.dim)
+        return part.contiguous()
 
 
-class _Spread(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """`there(x)`, with `back(gradient)`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)  # shares memory: FSDP frees and refills a parameter's storage between forward and backward
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        ctx.part = -(-size // group.size())
-        ctx.rank, ctx.length = group.rank(), x.shape[-1]
-        padded = torch.nn.functional.pad(x, (0, ctx.part - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(group.size())]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat(parts, dim=-1)[..., :size].contiguous()
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.narrow(-1, ctx.rank * ctx.part, ctx.length).contiguous(), None, None
+        return ctx.back(grad), None, None
 
 
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)  # shares memory: FSDP frees and refills a parameter's storage between forward and backward
+
+
+def _all_reduced(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

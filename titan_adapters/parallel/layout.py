@@ -14,6 +14,7 @@ from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import PlanError
 from titan_adapters.nn.attention import Attention, InnerAttention
 from titan_adapters.nn.feed_forward import FeedForward
+from titan_adapters.nn.moe import InnerExperts, Router
 from titan_adapters.nn.norm import RMSNorm
 from titan_adapters.plan import (
     ParallelPlan,
@@ -42,7 +43,7 @@ class ParameterLayout:
     """What a rank's forward pass uses of what it holds.
 
     own: as it is; where held whole, on whole activations, so that every rank computes the same gradient.
-    spread: all of it, on this rank's heads or features: gradients are summed over "tp".
+    spread: all of it, on this rank's heads, features or tokens: gradients are summed over "tp".
     first: only the first rank of "tp" adds it (the bias of a projection whose output is summed).
     kv_heads: there are fewer kv heads than ranks; the rows of the one that this rank's query heads attend to."""
     kv_heads: int = 0
@@ -59,9 +60,18 @@ class ModelLayout:
     """By (module path, parameter name)."""
     sharded_attention: frozenset[str]
     """Paths of attention modules whose heads are split."""
+    sequence_parallel: bool
+    """Whether ranks of "tp" have some of the tokens each, wherever the plan does not split features."""
+    on_all_tokens: frozenset[str]
+    """With sequence parallelism, paths of modules that need all tokens, and go on alike on every rank."""
+
+    def sees_all_tokens(self, path: str) -> bool:
+        return any(f"{path}.".startswith(f"{whole}.") for whole in self.on_all_tokens)
 
 
-def model_layout(model: BaseTransformer, plan: ParallelPlan, sizes: Mapping[str, int]) -> ModelLayout:
+def model_layout(
+    model: BaseTransformer, plan: ParallelPlan, sizes: Mapping[str, int], *, sequence_parallel: bool = False
+) -> ModelLayout:
     """Resolve `plan` for axes of these `sizes` (absent: 1). Allocates nothing.
 
     Raises:
@@ -69,7 +79,14 @@ def model_layout(model: BaseTransformer, plan: ParallelPlan, sizes: Mapping[str,
     """
     styles = plan.resolve(model)
     split_tp = sizes.get("tp", 1) > 1
+    sequence_parallel = sequence_parallel and split_tp
+    on_all_tokens = frozenset(_on_all_tokens(model, styles) if sequence_parallel else ())
     problems = list(_misfits(model, styles)) if split_tp else []
+    problems += [
+        f"{path} is not in the module that has the experts, so that it would route a rank's own tokens only"
+        for path, module in model.named_modules()
+        if sequence_parallel and isinstance(module, Router) and path.rpartition(".")[0] not in on_all_tokens
+    ]
     if problems:
         raise PlanError(
             f"The parallel plan of {type(model).__name__} splits modules that belong together differently.",
@@ -86,7 +103,23 @@ def model_layout(model: BaseTransformer, plan: ParallelPlan, sizes: Mapping[str,
         if isinstance(module, Attention) and styles[f"{path}.wo"] is rowwise and split_tp:
             sharded.add(path)
             parameters.update(_attention_exceptions(path, module, sizes["tp"]))
-    return ModelLayout(styles, parameters, frozenset(sharded))
+    layout = ModelLayout(styles, parameters, frozenset(sharded), sequence_parallel, on_all_tokens)
+    if sequence_parallel:
+        for (path, name), how in parameters.items():
+            if how == ParameterLayout() and not layout.sees_all_tokens(path):
+                parameters[path, name] = ParameterLayout(use="spread")
+    return layout
+
+
+def _on_all_tokens(model: BaseTransformer, styles: Mapping[str, Style]) -> Iterator[str]:
+    """What mixes tokens and is not split, what is first or last and is not split, and mixtures, whose statistics are
+    of all tokens."""
+    yield from (path for path in ("tok_embeddings", "lm_head") if styles[path] is replicate)
+    for path, module in model.named_modules():
+        if isinstance(module, InnerExperts):
+            yield path.rpartition(".")[0]
+        elif isinstance(module, Attention) and styles[f"{path}.wo"] is replicate:
+            yield path
 
 
 def _by_style(style: Style, name: str) -> ParameterLayout:

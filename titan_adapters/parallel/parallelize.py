@@ -22,6 +22,7 @@ def parallelize(
     device_mesh: DeviceMesh,
     plan: ParallelPlan | None = None,
     *,
+    sequence_parallel: bool = False,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> BaseTransformer:
     """Split `model`, in place, over the axes of `device_mesh`; every axis may be absent.
@@ -44,6 +45,11 @@ def parallelize(
 
     Args:
         plan: Instead of the model's own `parallel_plan`.
+        sequence_parallel: Between the parts that "tp" splits, each of its ranks has its share of the tokens, of any
+            number of them, for norms, residuals, and what else the plan replicates (arXiv:2205.05198). The tokens are
+            gathered before a split part, and its outputs summed and scattered in one after it. A mixture still gets
+            all of them, and so does attention that is replicated. A replicated module of your own must treat every
+            token by itself, and see only x: positions and documents in `seq` are still those of all tokens.
         mp_policy: For FSDP2. Default: no mixed precision.
 
     Raises:
@@ -56,7 +62,10 @@ def parallelize(
         raise PlanError(
             f"This {type(model).__name__} is parallel already.", fix="build the model again, then parallelize it once."
         )
-    layout = model_layout(model, plan or type(model).parallel_plan(model.config), sizes)
+    if sequence_parallel and "tp" not in sizes:
+        raise PlanError("Sequence parallelism is over the axis 'tp'.", fix="name an axis of the device mesh so.")
+    plan = plan or type(model).parallel_plan(model.config)
+    layout = model_layout(model, plan, sizes, sequence_parallel=sequence_parallel)
     axes = tuple(axis for axis in sizes if axis in MODEL_AXES)
     if axes:
         groups = {axis: device_mesh.get_group(axis) for axis in axes if sizes[axis] > 1}
