@@ -10,6 +10,7 @@ import pytest
 
 import titan_adapters as ta
 from tests.conftest import INSTALLED
+from tests.verify.faults import markdown
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -39,6 +40,13 @@ def test_field_table_needs_no_vllm():
 def test_capability_table_is_current():
     found = ta.testing.capability_table({name: ta.testing.check_model(name) for name in INSTALLED})
     assert table("capabilities") == found, "run `titan-adapters check --all --markdown` and paste its output"
+
+
+def test_fault_table_is_current():
+    found = markdown()
+    assert (ROOT / "docs" / "faults.md").read_text() == found, "run `python -m tests.verify.faults > docs/faults.md`"
+    num_faults = sum(line.startswith("| ") for line in found.splitlines()) - 3 * 2
+    assert f"{num_faults} seeded faults" in README
 
 
 @pytest.mark.engine

@@ -1,173 +1,67 @@
-"""Faults to seed into a running engine, and where each should be found; not a test.
+"""All seeded faults, what finds each of them, and where. `python -m tests.verify.faults` prints docs/faults.md.
 
-`for fault in FAULTS: with fault.seeded(llm, model): ...`, with an engine in this process that serves
-`random_model(*served(fault.model))` without prefix caching. Undone at the end of the block.
+Each line is asserted by a test: those in engines by test_faults.py, those over ranks by tests/vllm/test_parallel.py,
+those in a model's file by tests/testing/test_suite.py.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-import titan_adapters as ta
-from tests.vllm.conftest import engine_model
-from titan_adapters.nn.rope import cos_sin_table
-from titan_adapters.state_dict import native_tensors
-
-Weights = dict[str, Tensor]
-
-
-def served(name: str, dtype: str = "bfloat16") -> tuple[type[ta.BaseTransformer], ta.TransformerConfig]:
-    """The first tiny config of a family."""
-    cls = ta.get_model(name)
-    return cls, next(iter(cls.tiny_configs().values())).model_copy(update={"dtype": dtype})
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing wrong in an engine."""
-
-    name: str
-    model: str
-    """Registered name."""
-    path: str
-    """Of the stage that is to be found."""
-    kind: ta.verify.Kind
-    weights: Callable[[Weights], Weights] | None = None
-    """From the right weights, on which it may write, to those that are wrong."""
-    patches: Callable[[Any], list[AbstractContextManager]] | None = None
-    """What to patch in the engine's `BaseTransformer`."""
-
-    @contextmanager
-    def seeded(self, llm: Any, model: ta.BaseTransformer) -> Iterator[None]:
-        """The fault is in `llm`, which serves `model`, inside the block."""
-        right = native_tensors(model)
-        with ExitStack() as stack:
-            if self.weights is not None:
-                stack.callback(_load, llm, right)
-                _load(llm, right | self.weights({name: tensor.detach().clone() for name, tensor in right.items()}))
-            for patch in self.patches(engine_model(llm).backbone.model) if self.patches else []:
-                stack.enter_context(patch)
-            yield
-
-
-def _load(llm: Any, weights: Weights) -> None:
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-
-
-def swap(one: str, other: str) -> Callable[[Weights], Weights]:
-    return lambda w: {one: w[other], other: w[one]}
-
-
-def change(name: str, function: Callable[[Tensor], Tensor]) -> Callable[[Weights], Weights]:
-    return lambda w: {name: function(w[name])}
-
-
-def attribute(path: str, name: str, function: Callable[[Any], Any]) -> Callable[[Any], list[AbstractContextManager]]:
-    """Another value for an attribute of the engine's module at `path`."""
-
-    def patches(model: Any) -> list[AbstractContextManager]:
-        module = model
-        for part in path.split(".") if path else []:
-            module = getattr(module, part)
-        return [mock.patch.object(module, name, function(getattr(module, name)))]
-
-    return patches
-
-
-def table(path: str, other: Callable[[ta.nn.Rope], Tensor]) -> Callable[[Any], list[AbstractContextManager]]:
-    """Another table of cosines and sines. It stays a buffer: a reload of weights counts on it."""
-
-    def patches(model: Any) -> list[AbstractContextManager]:
-        rope = model.get_submodule(path)
-        return [mock.patch.dict(rope._buffers, {"cos_sin": other(rope)})]
-
-    return patches
-
-
-def rope_spec(**changes: Any) -> Callable[[ta.nn.Rope], Tensor]:
-    return lambda rope: cos_sin_table(rope.spec.model_copy(update=changes), rope.max_seq_len, rope.cos_sin.device)
-
-
-def times(factor: float) -> Callable[[Any], Any]:
-    return lambda x: x * factor
-
-
-def spec(**changes: Any) -> Callable[[Any], Any]:
-    return lambda spec: spec.model_copy(update=changes)
-
-
-def heads(num_heads: int, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`function` of a projection's rows as [heads, head_dim, ...]."""
-    return lambda w: function(w.unflatten(0, (num_heads, -1))).reshape(w.shape).contiguous()
-
-
-def interleaved(x: Tensor) -> Tensor:
-    """Heads [N, H, ...] with the two halves of their channels in turns."""
-    return torch.stack(x.chunk(2, dim=1), dim=2)
-
-
-def later_position(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda q, k, positions, *rest: forward(q, k, positions + 1, *rest)
-
-
-def one_row(row: int) -> Callable[[Tensor], Tensor]:
-    """Another row in place of this one."""
-
-    def function(x: Tensor) -> Tensor:
-        x[row] = x[row + 1]
-        return x
-
-    return function
-
-
-def backwards(model: Any) -> Callable[..., Any]:
-    def run_layers(x: Tensor, seq: Any, start: int = 0, stop: int | None = None) -> Tensor:
-        for layer in reversed(model.layers[start:stop]):
-            x = layer(x, seq)
-        return x
-
-    return run_layers
-
-
-def without_residual(model: Any) -> list[AbstractContextManager]:
-    block = model.layers[1]
-
-    def forward(x: Tensor, seq: Any) -> Tensor:
-        x = x + block.attention(block.attention_norm(x), seq)
-        return block.ffn(block.ffn_norm(x))
-
-    return [mock.patch.object(block, "forward", forward)]
-
+from tests.testing.test_suite import FAULTS as MODEL_FAULTS
+from tests.verify.seeding import (
+    Fault,
+    attribute,
+    backwards,
+    change,
+    forgetting,
+    from_position,
+    gelu_and_mul,
+    heads,
+    interleaved,
+    later_when_decoding,
+    next_bf16,
+    one_row,
+    other_positions,
+    restarting,
+    rope_spec,
+    spec,
+    stale_prefix_cache,
+    swap,
+    table,
+    through_the_batch,
+    times,
+    untied,
+    without_residual,
+)
 
 ATTENTION = "layers.1.attention"
 INNER, QKV, ROPE = f"{ATTENTION}.inner_attention", f"{ATTENTION}.qkv_linear", f"{ATTENTION}.norm_rope"
 MOE = "layers.1.moe"
+CHUNKED = ("chunked prefill", "prefix-cache hit", "preemption and resume")
+"""Where requests come in several steps of more than one token, the last after what the cache has."""
 
-FAULTS = [
+ENGINE_FAULTS = [
     Fault("swapped norms", "llama", "layers.1.attention_norm", "norm",
           weights=swap("layers.1.attention_norm.weight", "layers.1.ffn_norm.weight")),
     Fault("final norm's epsilon", "llama", "norm", "norm", patches=attribute("norm", "eps", times(3e4))),
     Fault("kv heads in another order", "llama", QKV, "qkv",
           weights=change(f"{QKV}.wk.weight", heads(2, lambda x: x.flip(0)))),
-    Fault("keys permuted with the queries' number of heads", "llama", QKV, "qkv",
+    Fault("keys permuted with the queries' number of heads", "gemma3_text", QKV, "qkv",
           weights=change(f"{QKV}.wk.weight", heads(4, interleaved))),
     Fault("queries in the other rope layout", "llama", QKV, "qkv",
-          weights=change(f"{QKV}.wq.weight", heads(4, interleaved))),
+          weights=change(f"{QKV}.wq.weight", heads(6, interleaved))),
     Fault("rope base", "llama", ROPE, "rope", patches=table(f"{ATTENTION}.rope", rope_spec(theta=1.01e4))),
-    Fault("positions off by one", "llama", ROPE, "rope", patches=attribute(ROPE, "forward", later_position)),
+    Fault("positions off by one", "llama", ROPE, "rope",
+          patches=attribute(ROPE, "forward", other_positions(lambda positions: positions + 1))),
     Fault("scale", "llama", INNER, "attention", patches=attribute(f"{INNER}.attn.impl", "scale", times(1.1))),
     Fault("heads reversed in the output projection", "llama", f"{ATTENTION}.wo", "projection",
           weights=change(f"{ATTENTION}.wo.weight", lambda w: w.flip(1))),
     Fault("gate and up swapped", "llama", "layers.1.feed_forward", "feed_forward",
           weights=swap("layers.1.feed_forward.w1.weight", "layers.1.feed_forward.w3.weight")),
     Fault("another activation", "llama", "layers.1.feed_forward", "feed_forward",
-          patches=attribute("layers.1.feed_forward", "act", lambda _: gelu_and_mul)),
+          patches=attribute("layers.1.feed_forward.act", "forward", lambda _: gelu_and_mul)),
     Fault("residual dropped", "llama", "layers.1", "block", patches=without_residual),
     Fault("layers in reverse", "llama", "layers.0", "chain",
           patches=lambda model: [mock.patch.object(model, "run_layers", backwards(model))]),
@@ -217,9 +111,83 @@ FAULTS = [
           patches=lambda model: [mock.patch.object(model, "compute_logits", model.lm_head.forward)]),
     Fault("query temperature missing", "llama4_text", INNER, "chain",
           patches=attribute(ATTENTION, "spec", spec(temperature=None))),
+    Fault("rope base, from a position on", "llama", ROPE, "rope", since=40,
+          patches=table(f"{ATTENTION}.rope", from_position(40, rope_spec(theta=1.01e4)))),
+    Fault("positions off by one when decoding", "llama", ROPE, "rope", since=61,
+          patches=attribute(ROPE, "forward", other_positions(later_when_decoding))),
+    Fault("positions restart at each chunk", "llama", ROPE, "rope", since=32, rows=CHUNKED,
+          patches=attribute(ROPE, "forward", other_positions(restarting))),
+    Fault("earlier chunks not seen", "llama", INNER, "attention", since=32, rows=CHUNKED, patches=forgetting),
+    Fault("positions counted through the batch", "llama", rows=("mixed batch", "preemption and resume"),
+          patches=attribute(ROPE, "forward", other_positions(through_the_batch))),
+    Fault("stale prefix cache after an update of weights", "llama", rows=("prefix-cache hit",),
+          around=stale_prefix_cache),
+    Fault("one element of one weight, one bf16 step larger", "llama", claims={"equal": (f"{ATTENTION}.wo.weight",)},
+          weights=next_bf16(f"{ATTENTION}.wo.weight", 7)),
+    Fault("two weights of equal shape swapped", "llama", QKV, "qkv",
+          claims={"equal": (f"{QKV}.wk.weight", f"{QKV}.wv.weight")},
+          weights=swap(f"{QKV}.wk.weight", f"{QKV}.wv.weight")),
+    Fault("router's correction bias rounded to bf16", "glm4_moe", claims={"equal": (f"{MOE}.router.correction_bias",)},
+          weights=change(f"{MOE}.router.correction_bias", lambda bias: bias.bfloat16().float())),
+    Fault("head untied", "gemma3_text", patches=untied,
+          claims={"ties share memory": ("tok_embeddings.weight and lm_head.head.weight",)}),
 ]  # fmt: skip
 
+KV = (f"{QKV}.wk.weight", f"{QKV}.wv.weight")
+RANK_FAULTS = [
+    Fault("kv heads of two ranks exchanged", "llama", QKV, "qkv", claims={"equal": KV},
+          weights=lambda w: {name: heads(2, lambda x: x.flip(0))(w[name]) for name in KV}),
+    Fault("kv heads replicated that are not fewer than ranks", "llama", QKV, "qkv",
+          claims={"covered": KV, "equal": KV},
+          weights=lambda w: {}, patches=attribute(f"{QKV}.packed", "num_kv_head_replicas", lambda _: 2)),
+]  # fmt: skip
+"""Over two ranks, each with one of two kv heads."""
 
-def gelu_and_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+TEXT = """\
+# Seeded faults, and what finds them
+
+Each line is a fault that a test puts in, and the place that is named then: no other one will do. Engines serve each
+family's first tiny config with random weights in bf16, on the CPU. Where there are no faults, `verify` fails no row of any
+registered model (`test_no_false_alarm`). The tables are made by `python -m tests.verify.faults > docs/faults.md`.
+
+## In an engine: `titan-adapters verify`
+
+"stages" is the first stage that is not the model's function, as the report's headline names it, "weights" a claim about the
+weights, and "logprobs" lists *all* rows of logprobs that fail. See [verify.md](verify.md) for what each of them compares.
+
+{engine}
+## In an engine over two ranks
+
+{ranks}
+## In a model's file: `titan-adapters check`
+
+{model}"""
+
+
+def markdown_table(lines: Iterator[tuple[str, str, str, str]]) -> str:
+    head = ("fault", "model", "found by", "where"), ("---",) * 4
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (*head, *lines))
+
+
+def of_engines(faults: list[Fault]) -> Iterator[tuple[str, str, str, str]]:
+    for fault in faults:
+        found_by, where = zip(*fault.found, strict=True)
+        yield fault.name, fault.model, "; ".join(found_by), "; ".join(where)
+
+
+def of_models() -> Iterator[tuple[str, str, str, str]]:
+    for name, (check, base, _, text) in MODEL_FAULTS.items():
+        yield name, base.model_type, f"`{check}`", text
+
+
+def markdown() -> str:
+    """docs/faults.md."""
+    return TEXT.format(
+        engine=markdown_table(of_engines(ENGINE_FAULTS)),
+        ranks=markdown_table(of_engines(RANK_FAULTS)),
+        model=markdown_table(of_models()),
+    )
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

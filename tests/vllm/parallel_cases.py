@@ -1,6 +1,7 @@
 """Models and sizes of the parallel tests, importable by their ranks; not a test."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import titan_adapters as ta
 from tests.conftest import random_model
+from tests.verify.faults import RANK_FAULTS
 from tests.vllm.conftest import error_against_torch, generate
 from tests.vllm.models import TINY, Free, FreeAttention, OwnParts
 from tests.vllm.moe_models import Mixture
@@ -58,6 +60,31 @@ def routing(llm: Any, model: ta.BaseTransformer, outputs: list) -> list[dict[int
     return of_every_rank(same)
 
 
+class EveryRank:
+    """An engine that asks the workers of all ranks. Under torchrun, each has a front end that asks its own."""
+
+    def __init__(self, llm: Any):
+        self._llm = llm
+
+    def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return sum(of_every_rank(self._llm.collective_rpc(*args, **kwargs)), [])
+
+
+def seeded_faults(llm: Any, model: ta.BaseTransformer, outputs: list) -> dict[str, Any]:
+    """Without a fault (""), and with each: the first wrong stage, and the claims about weights that fail."""
+    prompt, found = [outputs[-1].prompt_token_ids], {}
+    for fault in [None, *RANK_FAULTS]:
+        with fault.seeded(llm, model) if fault else nullcontext():
+            with ta.vllm.record_stages(EveryRank(llm)) as recorded:
+                (output,) = generate(llm, prompt, max_tokens=4)
+            stage = ta.verify.first_fault(ta.verify.check_stages(model, recorded.of(output), torch.float32))
+            rows = ta.vllm.weight_proof(llm, model)
+        names = {row.claim: [p.partition(": ")[0] for p in row.problems] for row in rows if row.verdict == "failed"}
+        found[fault.name if fault else ""] = [stage and [stage.path, stage.kind], names]
+        of_every_rank(None)  # all have read what others recorded
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
     """One engine over several ranks, compared with the torch model in one process."""
@@ -103,7 +130,7 @@ SKIP = {"load_format": "titan_skip"}
 
 GROUPS: dict[str, list[Case]] = {
     "tp2": [
-        Case("llama", *tiny("llama"), TP2),
+        Case("llama", *tiny("llama"), TP2, extra=seeded_faults),
         Case("llama-tied, updated", *tiny("llama", 1), TP2 | SKIP, extra=update),
         Case("llama, one kv head, biases", *tiny("llama", 2), TP2),
         Case("qwen3, one kv head", *tiny("qwen3", 1), TP2),

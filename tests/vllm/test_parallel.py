@@ -12,6 +12,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 import titan_adapters as ta
 from tests.conftest import random_model, titan_error_text
+from tests.verify.faults import RANK_FAULTS
 from tests.vllm.conftest import ROOT, child_environment
 from tests.vllm.conftest import TINY as TINY_ENGINE
 from tests.vllm.models import TINY, FreeAttention, Llama, ReplicatedOutput, Skipping
@@ -81,6 +82,14 @@ def test_logprobs_and_greedy_tokens_equal_one_process(results, group, name):
 def test_the_weights_of_all_ranks_are_the_models(results, group, name):
     """After the updates, where there are any."""
     assert results(group)[name]["claims"] == {claim: ["proven", []] for claim in CLAIMS}
+
+
+def test_faults_over_ranks_are_found_where_they_are(results):
+    expected = {
+        fault.name: [[fault.path, fault.kind], {claim: list(names) for claim, names in fault.claims.items()}]
+        for fault in RANK_FAULTS
+    }
+    assert results("tp2")["llama"]["extra"] == {"": [None, {}]} | expected
 
 
 # ----- what each rank has, by hand

@@ -47,7 +47,7 @@ class Judge:
         wrong = problems(found, allowed, self.noise.allowed_max)
         figures = _figures(found, allowed)
         if run.counterpart:
-            other = compare(run.outputs, run.counterpart, self.noise.near_tie)
+            other = compare(run.outputs, run.counterpart, self.noise.allowed_max)
             wrong += [f"between the two runs: {p}" for p in problems(other, allowed, self.noise.allowed_max)]
             figures |= {"mean between the runs": other.mean, "max between the runs": other.max}
         return _row(name, engine, run.how, found, allowed, wrong, figures)
@@ -56,7 +56,7 @@ class Judge:
         """The served engine's prompts, compared with another implementation."""
         if row := _not_run(name, "served", run):
             return row
-        found = compare(run.outputs, reference, self.noise.near_tie)
+        found = compare(run.outputs, reference, self.noise.allowed_max)
         allowed = self._allowed(run.outputs)
         wrong = problems(found, allowed, self.noise.allowed_max)
         return _row(name, "served", run.how, found, allowed, wrong, _figures(found, allowed))
@@ -70,7 +70,7 @@ class Judge:
         return _row(f"plain torch against {name}", "", how, found, FP32_MEAN, wrong, _figures(found, FP32_MEAN))
 
     def against_torch(self, outputs: Sequence[Scored]) -> Comparison:
-        return compare(outputs, [self._wider[scored.tokens] for scored in outputs], self.noise.near_tie)
+        return compare(outputs, [self._wider[scored.tokens] for scored in outputs], self.noise.allowed_max)
 
     def differences(self, outputs: Sequence[Scored]) -> list[float]:
         """Of plain torch in the served dtype, on the tokens of `outputs`."""
@@ -84,7 +84,7 @@ class Judge:
 
     def _allowed(self, outputs: Sequence[Scored]) -> float:
         found = self._rounding(outputs)
-        return self.noise.allowed_mean(Noise(found.mean, found.max))
+        return self.noise.allowed_mean(Noise(found.mean, found.max), found.tokens)
 
 
 def _not_run(name: str, engine: str, run: Run) -> Row | None:
