@@ -16,7 +16,7 @@ from titan_adapters.testing.suite import CheckResult, Suite
 
 pytestmark = pytest.mark.usefixtures("no_registrations_left")
 
-Llama, Olmoe, Qwen3 = (ta.get_model(name) for name in ("llama", "olmoe", "qwen3"))
+Llama, Mistral, Olmoe, Qwen3 = (ta.get_model(name) for name in ("llama", "mistral", "olmoe", "qwen3"))
 NUMBERS = itertools.count()
 
 
@@ -61,6 +61,20 @@ def embed_with(change):
     return {"embed": lambda self, tokens: change(self, tokens, Llama.embed(self, tokens))}
 
 
+def rows_with_op(name, op):
+    """Llama's rows, with other ops for the layers' tensor `name`; `op` gets the config."""
+
+    def rows(cls, config):
+        native = f"layers.{{layer}}.attention.qkv_linear.{name}.weight"
+        made = [
+            ta.Rename(row.hf, row.native, *op(config)) if getattr(row, "native", None) == native else row
+            for row in ta.decoder_rows(config)
+        ]
+        return ta.StateDictAdapter(*made, layer=range(config.num_layers))
+
+    return {"state_dict_adapter": classmethod(rows)}
+
+
 class WiderWindow(ta.nn.PreNormBlock):
     """Its seam shows one token more than the config says."""
 
@@ -94,6 +108,15 @@ def lost_buffer(self, config):
 
 def published_with_bias(cls, config):
     return Llama.to_hf_config(config) | {"mlp_bias": True}
+
+
+def read_without_scaling(cls, hf):
+    config = Llama.from_hf_config(hf)
+    return config.model_copy(update={"rope": config.rope.model_copy(update={"scaling": None})})
+
+
+def published_without_windows(cls, config):
+    return Mistral.to_hf_config(config) | {"sliding_window": None}
 
 
 FAULTS = {
@@ -140,6 +163,22 @@ FAULTS = {
     "logits are in another dtype": (
         "bfloat16", Llama, {"compute_logits": lambda self, x: Llama.compute_logits(self, x).float()},
         "logits of a bf16 model are torch.float32",
+    ),
+    "rope's scaling is not read": (
+        "config_survives_publishing", Llama, {"from_hf_config": classmethod(read_without_scaling)},
+        "another config: rope.scaling",
+    ),
+    "a window is not published": (
+        "config_survives_publishing", Mistral, {"to_hf_config": classmethod(published_without_windows)},
+        "another config: windows",
+    ),
+    "rows of keys are permuted with the queries' number of heads": (
+        "rows_cover", Llama, rows_with_op("wk", lambda config: [ta.Permute(config.num_heads, config.head_dim, 32)]),
+        "its first dim must be heads * head_dim",
+    ),
+    "rows of queries are in the published rope layout": (
+        "logits_equal_transformers", Llama, rows_with_op("wq", lambda config: []) | {"model_type": "llama"},
+        "against transformers:",
     ),
     "the softmax's scale is a thousandth off": (
         "logits_equal_transformers", Llama, {"Block": OtherScale, "model_type": "llama"}, "against transformers:"

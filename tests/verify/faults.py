@@ -39,6 +39,9 @@ from tests.verify.seeding import (
 ATTENTION = "layers.1.attention"
 INNER, QKV, ROPE = f"{ATTENTION}.inner_attention", f"{ATTENTION}.qkv_linear", f"{ATTENTION}.norm_rope"
 MOE = "layers.1.moe"
+KV = (f"{QKV}.wk.weight", f"{QKV}.wv.weight")
+WO, BIAS = f"{ATTENTION}.wo.weight", f"{MOE}.router.correction_bias"
+EQUAL = ("equal",)
 CHUNKED = ("chunked prefill", "prefix-cache hit", "preemption and resume")
 """Where requests come in several steps of more than one token, the last after what the cache has."""
 
@@ -122,23 +125,21 @@ ENGINE_FAULTS = [
           patches=attribute(ROPE, "forward", other_positions(through_the_batch))),
     Fault("stale prefix cache after an update of weights", "llama", rows=("prefix-cache hit",),
           around=stale_prefix_cache),
-    Fault("one element of one weight, one bf16 step larger", "llama", claims={"equal": (f"{ATTENTION}.wo.weight",)},
-          weights=next_bf16(f"{ATTENTION}.wo.weight", 7)),
+    Fault("one element of one weight, one bf16 step larger", "llama", claims=EQUAL, names=(WO,),
+          weights=next_bf16(WO, 7)),
     Fault("two weights of equal shape swapped", "llama", QKV, "qkv",
-          claims={"equal": (f"{QKV}.wk.weight", f"{QKV}.wv.weight")},
-          weights=swap(f"{QKV}.wk.weight", f"{QKV}.wv.weight")),
-    Fault("router's correction bias rounded to bf16", "glm4_moe", claims={"equal": (f"{MOE}.router.correction_bias",)},
-          weights=change(f"{MOE}.router.correction_bias", lambda bias: bias.bfloat16().float())),
+          claims=EQUAL, names=KV, weights=swap(*KV)),
+    Fault("router's correction bias rounded to bf16", "glm4_moe", claims=EQUAL, names=(BIAS,),
+          weights=change(BIAS, lambda bias: bias.bfloat16().float())),
     Fault("head untied", "gemma3_text", patches=untied,
-          claims={"ties share memory": ("tok_embeddings.weight and lm_head.head.weight",)}),
+          claims=("ties share memory",), names=("tok_embeddings.weight and lm_head.head.weight",)),
 ]  # fmt: skip
 
-KV = (f"{QKV}.wk.weight", f"{QKV}.wv.weight")
 RANK_FAULTS = [
-    Fault("kv heads of two ranks exchanged", "llama", QKV, "qkv", claims={"equal": KV},
+    Fault("kv heads over the ranks in another order", "llama", QKV, "qkv", claims=EQUAL, names=KV,
           weights=lambda w: {name: heads(2, lambda x: x.flip(0))(w[name]) for name in KV}),
     Fault("kv heads replicated that are not fewer than ranks", "llama", QKV, "qkv",
-          claims={"covered": KV, "equal": KV},
+          claims=("covered", *EQUAL), names=KV,
           weights=lambda w: {}, patches=attribute(f"{QKV}.packed", "num_kv_head_replicas", lambda _: 2)),
 ]  # fmt: skip
 """Over two ranks, each with one of two kv heads."""
@@ -146,14 +147,15 @@ RANK_FAULTS = [
 TEXT = """\
 # Seeded faults, and what finds them
 
-Each line is a fault that a test puts in, and the place that is named then: no other one will do. Engines serve each
-family's first tiny config with random weights in bf16, on the CPU. Where there are no faults, `verify` fails no row of any
-registered model (`test_no_false_alarm`). The tables are made by `python -m tests.verify.faults > docs/faults.md`.
+Each line is a fault that a test puts in, and what must be named then; that something fails is not enough. Engines serve
+a family's first tiny config, with random weights in bf16, on the CPU. Without a fault, `verify` fails no row of any
+registered model (tests/verify/test_faults.py). `python -m tests.verify.faults > docs/faults.md` writes this page.
 
 ## In an engine: `titan-adapters verify`
 
-"stages" is the first stage that is not the model's function, as the report's headline names it, "weights" a claim about the
-weights, and "logprobs" lists *all* rows of logprobs that fail. See [verify.md](verify.md) for what each of them compares.
+"stages": the first stage that gives another function, as the report's headline names it. "weights": claims about
+weights that fail, and what they name. "logprobs": *all* rows of logprobs that fail. What is listed is exact; what is
+not may fail too (most faults show in logprobs). [verify.md](verify.md) says what each row compares.
 
 {engine}
 ## In an engine over two ranks

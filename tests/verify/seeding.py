@@ -1,8 +1,8 @@
 """How a fault is put into a running engine, and taken out again; not a test."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -33,10 +33,11 @@ class Fault:
     """Of the first stage that gives another function; empty: none does."""
     kind: ta.verify.Kind | None = None
     since: int = 0
-    """No token before this one is wrong there."""
-    claims: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Claims about weights that fail, and the names that they give. None: whatever they say, if something else is
-    expected."""
+    """The worst token there is not before this one."""
+    claims: tuple[str, ...] = ()
+    """Claims about weights that fail. None: whatever they say, if something else is expected."""
+    names: tuple[str, ...] = ()
+    """What each of these claims names."""
     rows: tuple[str, ...] = ()
     """Rows of logprobs that fail. None: likewise."""
     weights: Callable[[Weights], Weights] | None = None
@@ -49,10 +50,14 @@ class Fault:
     @property
     def found(self) -> list[tuple[str, str]]:
         """By what, and where."""
-        since = f", from token {self.since} on" if self.since else ""
-        stages = [("stages", f"`{self.path}` ({self.kind}){since}")] if self.path else []
-        weights = [(f"weights: {claim}", ", ".join(f"`{n}`" for n in names)) for claim, names in self.claims.items()]
-        return stages + weights + ([("logprobs", ", ".join(self.rows))] if self.rows else [])
+        found = []
+        if self.path:
+            found.append(("stages", f"`{self.path}` ({self.kind}{f', from token {self.since} on' * (self.since > 0)})"))
+        if self.claims:
+            found.append((f"weights: {', '.join(self.claims)}", ", ".join(f"`{name}`" for name in self.names)))
+        if self.rows:
+            found.append(("logprobs", ", ".join(self.rows)))
+        return found
 
     @contextmanager
     def seeded(self, llm: Any, model: ta.BaseTransformer) -> Iterator[None]:

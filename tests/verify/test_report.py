@@ -46,6 +46,21 @@ def test_one_wrong_token_fails_although_the_mean_does_not(judge):
     assert row.verdict == "failed" and "(prompt 0, token 18)" in row.why and "mean" not in row.why
 
 
+def test_a_few_tokens_may_have_one_that_rounding_throws_far():
+    """As another expert does. The yardstick has seen one, elsewhere: of so few tokens, it is most of the mean."""
+    reference, yardstick = scores(0.0, seed=1), scores(0.01, seed=1)
+    for scored in yardstick.values():
+        scored.logprobs[40] -= 3
+    judge = Judge(yardstick, reference)
+    assert 0.05 < judge.noise.mean < 0.07
+    few = outputs(0.01)[0].between(48, 60)
+    few.logprobs[5] -= 3  # 0.25 in the mean; 2 * 0.06 + 3 / 12 may be
+    assert judge.row("token counts", "served", Run([few])).verdict == "proven"
+    few.logprobs[7] -= 3
+    row = judge.row("token counts", "served", Run([few]))
+    assert row.verdict == "failed" and row.why.startswith("logprobs differ by 0.5")
+
+
 def test_a_counterpart_must_agree_too(judge):
     row = judge.row("mixed batch", "served", Run(outputs(0.01), outputs(0.01, seed=3)))
     assert row.verdict == "proven" and 0 < row.figures["mean between the runs"] < 0.03
@@ -67,7 +82,8 @@ def test_another_implementation_is_compared_without_rounding(judge):
 
 
 def test_noise_of_equal_scores_still_allows_the_steps_of_fp32():
-    assert Noise.of(outputs(0.0), outputs(0.0)).near_tie > 0
+    noise = Noise.of(outputs(0.0), outputs(0.0))
+    assert noise.allowed_max > 0 and noise.allowed_mean(noise, 59) > 0
 
 
 @pytest.fixture

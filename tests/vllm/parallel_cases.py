@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class EveryRank:
         self._llm = llm
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return sum(of_every_rank(self._llm.collective_rpc(*args, **kwargs)), [])
+        return list(chain.from_iterable(of_every_rank(self._llm.collective_rpc(*args, **kwargs))))
 
 
 def seeded_faults(llm: Any, model: ta.BaseTransformer, outputs: list) -> dict[str, Any]:

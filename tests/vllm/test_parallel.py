@@ -85,11 +85,12 @@ def test_the_weights_of_all_ranks_are_the_models(results, group, name):
 
 
 def test_faults_over_ranks_are_found_where_they_are(results):
-    expected = {
-        fault.name: [[fault.path, fault.kind], {claim: list(names) for claim, names in fault.claims.items()}]
-        for fault in RANK_FAULTS
-    }
-    assert results("tp2")["llama"]["extra"] == {"": [None, {}]} | expected
+    found = results("tp2")["llama"]["extra"]
+    assert found.pop("") == [None, {}]
+    assert found.keys() == {fault.name for fault in RANK_FAULTS}
+    for fault in RANK_FAULTS:
+        names = {claim: list(fault.names) for claim in fault.claims}
+        assert found[fault.name] == [[fault.path, fault.kind], names]
 
 
 # ----- what each rank has, by hand
