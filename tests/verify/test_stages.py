@@ -1,5 +1,6 @@
 """Seeded faults are found where they are, and nothing is found where there are none."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,18 @@ def verdicts(model: ta.BaseTransformer, llm: Any) -> list[list[ta.verify.StageVe
     with ta.vllm.record_stages(llm) as recorded:
         outputs = generate(llm, prompts, max_tokens=4)
     return [ta.verify.check_stages(model, recorded.of(output), torch.bfloat16) for output in outputs]
+
+
+def test_a_choice_that_nobody_saw_is_not_proven(engines):
+    model, llm = engines("qwen3_moe")
+    with ta.vllm.record_stages(llm) as recorded:
+        (output,) = generate(llm, [random_tokens(model.config, 20).tolist()])
+    records, router = recorded.of(output), "layers.1.moe.router"
+    call = records.calls[router]
+    blind = replace(records, calls=records.calls | {router: replace(call, outputs=call.outputs[:1])})
+    found = ta.verify.check_stages(model, blind, torch.bfloat16)
+    assert [verdict.path for verdict in found if verdict.verdict == "not proven"] == [router, "layers.1.moe"]
+    assert ta.verify.first_fault(found) is None
 
 
 @pytest.mark.parametrize("name", sorted({fault.model for fault in FAULTS}))
