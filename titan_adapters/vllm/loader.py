@@ -116,7 +116,9 @@ class WeightWriter:
             )
         if not partial and (untouched := {self._swap.target(native)[0] for native in self._expected} - written):
             raise EngineError(
-                "vLLM's loaders wrote nothing to some parameters.", untouched, fix="report this with your vLLM version."
+                "vLLM's loaders wrote nothing to some parameters.",
+                sorted(untouched),
+                fix="report this with your vLLM version.",
             )
         if self._held:
             waiting = sorted(native for layer in self._held.values() for native in layer)
