@@ -12,7 +12,8 @@ from torch import nn
 
 from titan_adapters.config import TransformerConfig
 from titan_adapters.errors import PlanError
-from titan_adapters.nn.attention import InnerAttention
+from titan_adapters.nn.attention import Attention, InnerAttention, QKVLinear
+from titan_adapters.nn.feed_forward import FeedForward
 from titan_adapters.nn.moe import InnerExperts
 from titan_adapters.nn.norm import RMSNorm
 
@@ -108,6 +109,24 @@ def parameter_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _matches(pattern: str, path: str) -> bool:
     wanted, given = pattern.split("."), path.split(".")
     return len(wanted) == len(given) and all(fnmatchcase(g, w) for w, g in zip(wanted, given, strict=True))
+
+
+def split_styles(path: str, module: nn.Module) -> dict[str, Style]:
+    """How the parts of `module`, at `path`, are planned where its heads or hidden features are split."""
+    match module:
+        case QKVLinear():
+            return {f"{path}.w{letter}": colwise for letter in "qkv"}
+        case InnerAttention():
+            return {path: headwise} if module.spec.sinks else {}
+        case Attention():
+            norm = module.spec.qk_norm
+            full = norm is not None and norm.weight and norm.scope == "full"
+            norms = {f"{path}.q_norm": headwise, f"{path}.k_norm": headwise} if full else {}
+            return {f"{path}.wo": rowwise} | ({} if module.wg is None else {f"{path}.wg": colwise}) | norms
+        case FeedForward():
+            gate = {} if module.w3 is None else {f"{path}.w3": colwise}
+            return {f"{path}.w1": colwise} | gate | {f"{path}.w2": rowwise}
+    return {}
 
 
 def decoder_plan(config: TransformerConfig, extra: Mapping[str, Style] | None = None) -> ParallelPlan:

@@ -72,7 +72,8 @@ def test_of_rows_that_only_name_and_cut_a_rank_reads_its_own_part(tmp_path):
     native, parts = _read_quarters(tmp_path / "large", rows=8192)
     read = _mapped_mib() - before
     assert len(native) == 3 and sum(part.nbytes for part in parts) == 16 * MIB
-    assert 15 < read < 18, f"{read:.1f} MiB were read"
+    # Of 64 MiB. At each end of the three parts, the kernel may map up to 2 MiB more.
+    assert 15 < read < 28, f"{read:.1f} MiB were read"
 
 
 def _read_quarters(folder, rows):

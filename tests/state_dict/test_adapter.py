@@ -5,6 +5,7 @@ import torch
 
 import titan_adapters as ta
 from tests.conftest import random_model, titan_error_text
+from titan_adapters.errors import StateDictError
 from titan_adapters.state_dict import native_adapter, native_tensors
 
 
@@ -183,3 +184,30 @@ def test_rows_of_every_installed_model_cover_it_exactly():
             assert f"no row writes layers.{last}.attention.wo.weight" in problems
             unexpected = [p for p in problems if p.startswith("unexpected tensor ")]
             assert unexpected and all(f".layers.{last}." in p for p in unexpected)
+
+
+def test_parts_of_a_stack_are_handed_on_as_they_come_and_all_must_come():
+    table = ta.StateDictAdapter(ta.Stack("e.{expert}", "w", ta.Transpose(), over="expert"), expert=range(3))
+    parts = [torch.full((1, 2), float(i)) for i in range(3)]
+    session = table.session(in_parts={"w"})
+    assert table.stacked() == {"w": 3}
+    for index in (2, 0):
+        ((name, part),) = session.feed(f"e.{index}", parts[index])
+        assert name == f"w[{index}]" and part.tolist() == [[index], [index]]
+    assert session.pending
+    with pytest.raises(StateDictError, match=r"missing tensor e\.1"):
+        session.finish(partial=True)
+    assert [name for name, _ in session.feed("e.1", parts[1])] == ["w[1]"] and not session.pending
+    session.finish(partial=False)
+
+
+def test_rows_say_whether_they_only_cut():
+    rows = [
+        ta.Rename("a", "a"),
+        ta.Rename("b", "b", ta.VocabPadding(3, 4)),
+        ta.Split("c", ["c1", "c2"], sizes=[1, 1]),
+        ta.Rename("d", "d", ta.Permute(1, 4, 4)),
+        ta.Concat(["e1", "e2"], "e", sizes=[1, 1]),
+    ]
+    session = ta.StateDictAdapter(*rows).session()
+    assert [name for name in ("a", "b", "c", "d", "e1", "e2", "f") if session.rearranges(name)] == ["d", "e1", "e2"]

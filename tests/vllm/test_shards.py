@@ -43,7 +43,7 @@ def test_norm_weights_follow_their_heads(rank_of_four, num_heads, slices):
     for rank in range(4):
         rank_of_four(rank)
         whole = ta.nn.RMSNorm(num_heads * 3, eps=1e-5)
-        norm = layers.EngineNorm(whole, num_heads, 3, torch.device("cpu"))
+        norm = layers.engine_norm(whole, num_heads, 3, torch.device("cpu"))
         norm.weight.weight_loader(norm.weight, torch.arange(num_heads * 3.0))
         assert norm.weight.tolist() == slices[rank]
 
@@ -52,9 +52,9 @@ def test_statistics_count_replicated_heads_once(rank_of_four, monkeypatch):
     """Two heads, (3, 4) and (0, 12): the mean of the squares is (9 + 16 + 0 + 144) / 4."""
     heads = torch.tensor([[3.0, 4.0], [0.0, 12.0]])
     of_ranks = [heads[0], heads[0], heads[1], heads[1]]
-    total = sum(head.pow(2).sum() for head in of_ranks)
+    total = sum(head.pow(2).mean() for head in of_ranks)
     monkeypatch.setattr(layers, "tensor_model_parallel_all_reduce", lambda _: total.view(1, 1))
     rank_of_four(0)
-    norm = layers.EngineNorm(ta.nn.RMSNorm(4, eps=1e-5, weight=False), 2, 2, torch.device("cpu"))
+    norm = layers.engine_norm(ta.nn.RMSNorm(4, eps=1e-5, weight=False), 2, 2, torch.device("cpu"))
     assert norm.weight is None
     assert norm.mean_square(heads[:1]).item() == 169 / 4

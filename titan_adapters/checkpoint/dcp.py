@@ -88,8 +88,8 @@ class DcpFolder(WeightsFolder):
         }
         if len(kept) < len(self.headers):
             logger.info("Of %s, %d tensors are not the model's.", self.path, len(self.headers) - len(kept))
-        headers, chunks = ({name: of[full] for name, full in kept.items()} for of in (self.headers, self.chunks))
-        return replace(self, headers=headers, chunks=chunks)
+        headers = {name: self.headers[full] for name, full in kept.items()}
+        return replace(self, headers=headers, chunks={name: self.chunks[full] for name, full in kept.items()})
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, put together from its chunks."""

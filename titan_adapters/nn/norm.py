@@ -1,5 +1,7 @@
 """Normalisation layers."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,12 +37,32 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * (self.weight + self.offset if self.offset else self.weight)
 
     def mean_square(self, x_fp32: Tensor) -> Tensor:
-        """[..., D] -> [..., 1]. Overridden where a rank holds only some of the channels."""
+        """[..., D] -> [..., 1]."""
         return x_fp32.pow(2).mean(-1, keepdim=True)
 
     def extra_repr(self) -> str:
         shape = "no weight" if self.weight is None else tuple(self.weight.shape)
         return f"{shape}, eps={self.eps}, offset={self.offset}"
+
+
+class RMSNormOverRanks(RMSNorm):
+    """`norm` over channels that are spread over ranks, over as many on each.
+
+    Channels that several ranks have are counted once for each, which leaves the mean as it is.
+
+    Args:
+        weight: This rank's part of the weight, if there is one.
+        total: The sum over the ranks of a tensor that each has.
+    """
+
+    def __init__(self, norm: RMSNorm, weight: nn.Parameter | None, num_ranks: int, total: Callable[[Tensor], Tensor]):
+        super().__init__(1, norm.eps, offset=norm.offset, weight_in_fp32=norm.weight_in_fp32, weight=False)
+        self.weight = weight
+        self._num_ranks = num_ranks
+        self._total = total
+
+    def mean_square(self, x_fp32: Tensor) -> Tensor:
+        return self._total(super().mean_square(x_fp32)) / self._num_ranks
 
 
 class LayerNorm(nn.Module):

@@ -25,6 +25,7 @@ from titan_adapters.plan import (
     partwise,
     replicate,
     rowwise,
+    split_styles,
     vocabwise,
 )
 
@@ -157,20 +158,14 @@ def _misfits(model: BaseTransformer, styles: Mapping[str, Style]) -> Iterator[st
     for path, module in model.named_modules():
         if isinstance(module, Attention):
             inner.discard(f"{path}.inner_attention")
-            parts = [f"{path}.qkv_linear.w{letter}" for letter in "qkv"] + [f"{path}.wg"] * (module.wg is not None)
-            wanted = dict.fromkeys(parts, colwise) | {f"{path}.wo": rowwise}
-            if module.spec.sinks:
-                wanted[f"{path}.inner_attention"] = headwise
-            norm = module.spec.qk_norm
-            if norm is not None and norm.weight and norm.scope == "full":
-                wanted |= {f"{path}.q_norm": headwise, f"{path}.k_norm": headwise}
-                for name in ("q_norm", "k_norm"):
-                    if type(module.get_submodule(name)) is not RMSNorm:
-                        yield f"{path}.{name} is a subclass of RMSNorm, whose statistics can't be told"
+            wanted = split_styles(f"{path}.qkv_linear", module.qkv_linear) | split_styles(path, module)
+            wanted |= split_styles(f"{path}.inner_attention", module.inner_attention)
+            for name in ("q_norm", "k_norm"):
+                if wanted.get(f"{path}.{name}") is headwise and type(module.get_submodule(name)) is not RMSNorm:
+                    yield f"{path}.{name} is a subclass of RMSNorm, whose statistics can't be told"
             yield from _all_or_none(wanted, styles)
         elif isinstance(module, FeedForward):
-            columns = [f"{path}.w1"] + [f"{path}.w3"] * (module.w3 is not None)
-            yield from _all_or_none(dict.fromkeys(columns, colwise) | {f"{path}.w2": rowwise}, styles)
+            yield from _all_or_none(split_styles(path, module), styles)
     for path in inner:
         yield f"{path} is not in a titan_adapters.nn.Attention, so nothing says which heads are this rank's"
 

@@ -11,7 +11,7 @@ from titan_adapters.contract import BaseTransformer
 from titan_adapters.nn.attention import Attention, QKVLinear
 from titan_adapters.nn.feed_forward import FeedForward
 from titan_adapters.nn.moe import InnerExperts, Routing
-from titan_adapters.nn.norm import RMSNorm
+from titan_adapters.nn.norm import RMSNorm, RMSNormOverRanks
 from titan_adapters.parallel.collectives import Parts, spread, summed
 from titan_adapters.parallel.layout import ModelLayout
 from titan_adapters.parallel.tokens import TokenSplit
@@ -121,22 +121,14 @@ def _split_heads(attention: Attention, tp: ProcessGroup) -> None:
     local = spec.model_copy(update={"num_heads": spec.num_heads // size, "num_kv_heads": kv_heads})
     attention.inner_attention.spec = local
     if spec.qk_norm is not None and spec.qk_norm.scope == "full":
+
+        def total(x: Tensor) -> Tensor:
+            return spread(summed(x, [tp]), [tp])
+
         for name in ("q_norm", "k_norm"):
             norm = attention.get_submodule(name)
             assert isinstance(norm, RMSNorm)
-            attention.set_submodule(name, _NormOverRanks(norm, tp))
-
-
-class _NormOverRanks(RMSNorm):
-    """A norm whose channels are spread over ranks, over as many on each. Ranks that share a kv head each count it."""
-
-    def __init__(self, norm: RMSNorm, tp: ProcessGroup):
-        super().__init__(1, norm.eps, offset=norm.offset, weight_in_fp32=norm.weight_in_fp32, weight=False)
-        self.weight = norm.weight
-        self._tp = tp
-
-    def mean_square(self, x_fp32: Tensor) -> Tensor:
-        return spread(summed(super().mean_square(x_fp32), [self._tp]), [self._tp]) / self._tp.size()
+            attention.set_submodule(name, RMSNormOverRanks(norm, norm.weight, size, total))
 
 
 def _split_experts(experts: InnerExperts, groups: dict[str, ProcessGroup]) -> None:

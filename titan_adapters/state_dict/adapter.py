@@ -166,16 +166,18 @@ class Session:
         if isinstance(binding.row, Tie | Drop):
             return []
         pending = self._pending.setdefault(id(binding), {})
-        inputs = self._inputs(binding)
-        streams = isinstance(binding.row, Stack) and binding.native[0] in self._in_parts
-        pending[name] = tensor.to("meta") if streams else tensor
-        if complete := len(pending) == len(inputs):
-            del self._pending[id(binding)]
-        if streams:
-            return [(part_name(binding.native[0], inputs.index(name)), binding.row.part(tensor))]
-        if not complete:
-            return []
-        convert = getattr(binding.row, self.direction)
+        inputs, row = self._inputs(binding), binding.row
+        streamed = None
+        if isinstance(row, Stack) and binding.native[0] in self._in_parts:
+            streamed = [(part_name(binding.native[0], inputs.index(name)), row.part(tensor))]
+            tensor = tensor.to("meta")  # only counted from here on
+        pending[name] = tensor
+        if len(pending) < len(inputs):
+            return streamed or []
+        del self._pending[id(binding)]
+        if streamed is not None:
+            return streamed
+        convert = getattr(row, self.direction)
         return list(zip(self._outputs(binding), convert([pending[n] for n in inputs]), strict=True))
 
     def _compare_ties(self, name: str, tensor: Tensor) -> None:

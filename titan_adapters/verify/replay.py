@@ -25,6 +25,8 @@ FP32_ARITHMETIC = 2.0**-20
 """Relative error that is granted to kernels' inner arithmetic, four roundings to fp32: sums in whatever order, and
 exponentials that are good to a few units in the last place (measured of vLLM's on the CPU: 4.5e-7 in a softmax)."""
 
+UNSEEN = "the engine's kernel chose the experts itself"
+
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """(engine's, plain model's) tensors with a row per position."""
 
@@ -77,6 +79,8 @@ class Replay:
         self._inside: list[str] = []
         """Paths of the stages that are running."""
         self._random = torch.Generator(self._device).manual_seed(0) if shaken else None
+        self._unseen = False
+        """Whether a choice of experts was not recorded, in the stage that is running."""
         self._known = True
         """Whether what arrives next is what the engine's stages before gave."""
 
@@ -115,8 +119,7 @@ class Replay:
 
     def _patch(self, root: nn.Module, path: str, prefix: str = "") -> None:
         module = root.get_submodule(path.removeprefix(prefix))
-        original = partial(_routings, module, module.forward) if isinstance(module, Router) else module.forward
-        module.forward = partial(self._stage, path, self._kinds[path], original)
+        module.forward = partial(self._stage, path, self._kinds[path], module.forward)
 
     def _stage(self, path: str, kind: Kind, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `original` on the engine's input, note how input and result compare, and return the engine's result."""
@@ -144,14 +147,22 @@ class Replay:
         for i, x in zip(at, engine, strict=True):
             leaves[i] = self._shaken(x)
         args, kwargs = tree_unflatten(leaves, spec)
+        if kind == "router" and len(call.outputs) < len(Routing._fields):
+            self._unseen = True
+            self._event(path, kind, problem=UNSEEN)
+            return self._run(path, original, *args, **kwargs)
         if kind == "router":
             chosen = Routing(*(self._cast(shares[0]) for shares in call.outputs))
             shaken = chosen._replace(logits=self._shaken(chosen.logits))
-            self._event(path, kind, self._run(path, original, shaken, *args, **kwargs))
+            compare = partial(_routings, original.__self__, original)  # type: ignore[attr-defined]
+            self._event(path, kind, self._run(path, compare, shaken, *args, **kwargs))
             return chosen
         plain, spec = tree_flatten(self._run(path, original, *args, **kwargs))
         engine = [self._cast(join(shares, x)) for shares, x in zip(call.outputs, plain, strict=True)]
-        if kind == "attention" and not self._records.complete:
+        if self._unseen:  # near ties may have gone the other way
+            self._unseen = False
+            self._event(path, kind, problem=UNSEEN)
+        elif kind == "attention" and not self._records.complete:
             missing = len(self._records.tokens) - len(self._positions)
             self._event(path, kind, problem=f"keys and values of {missing} tokens came from the prefix cache")
         else:

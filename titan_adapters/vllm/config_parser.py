@@ -37,9 +37,8 @@ class TitanConfigParser(ConfigParserBase):
         identity = read_identity(model)
         check_servable(identity)
         emitted = emit_hf_config(identity.model, identity.config, identity.names)
-        emitted["titan"]["source"] = source_digest(
-            identity.model
-        )  # with the rest of the config, keys the compile cache
+        # With the rest of the config, it keys vLLM's compile cache.
+        emitted["titan"]["source"] = source_digest(identity.model)
         return emitted, as_hf_object(emitted)
 
 

@@ -34,6 +34,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from titan_adapters.config import AttentionSpec
 from titan_adapters.errors import EngineError
 from titan_adapters.nn import FeedForward, QKVLinear, RMSNorm, SequenceInfo
+from titan_adapters.nn.norm import RMSNormOverRanks
 from titan_adapters.vllm.compat import sinks_dtype
 
 
@@ -125,24 +126,14 @@ class EngineQKVLinear(nn.Module):
         return tuple(t.unflatten(-1, (-1, self.head_dim)) for t in self.packed(x_TD).split(self.sizes, dim=-1))
 
 
-class EngineNorm(RMSNorm):
-    """RMSNorm over the channels of the heads of all ranks, where each rank has those of its own heads.
-
-    Args:
-        norm: The norm over all `num_heads` heads of `head_dim` channels.
-    """
-
-    def __init__(self, norm: RMSNorm, num_heads: int, head_dim: int, device: torch.device):
-        super().__init__(1, norm.eps, offset=norm.offset, weight_in_fp32=norm.weight_in_fp32, weight=False)
-        tp, replicas = get_tensor_model_parallel_world_size(), num_replicas(num_heads)
-        # Replicated heads are summed as often as there are ranks that have them, and counted as often here.
-        self.num_channels = num_heads * replicas * head_dim
-        if norm.weight is not None:
-            index = get_tensor_model_parallel_rank() // replicas
-            self.weight = local_parameter((self.num_channels // tp,), 0, index, norm.weight.dtype, device)
-
-    def mean_square(self, x_fp32: Tensor) -> Tensor:
-        return tensor_model_parallel_all_reduce(x_fp32.pow(2).sum(-1, keepdim=True)) / self.num_channels
+def engine_norm(norm: RMSNorm, num_heads: int, head_dim: int, device: torch.device) -> RMSNormOverRanks:
+    """`norm`, which is over the `head_dim` channels of all `num_heads` heads, where each rank has its own heads."""
+    tp, replicas = get_tensor_model_parallel_world_size(), num_replicas(num_heads)
+    weight = None
+    if norm.weight is not None:
+        index = get_tensor_model_parallel_rank() // replicas
+        weight = local_parameter((num_heads * replicas * head_dim // tp,), 0, index, norm.weight.dtype, device)
+    return RMSNormOverRanks(norm, weight, tp, tensor_model_parallel_all_reduce)
 
 
 class EngineFeedForward(nn.Module):

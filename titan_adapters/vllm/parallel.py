@@ -11,9 +11,9 @@ from torch import nn
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
-from titan_adapters.nn import Attention, FeedForward, InnerAttention, InnerExperts, QKVLinear, Router
+from titan_adapters.nn import Attention, FeedForward, InnerExperts, QKVLinear, Router
 from titan_adapters.parallel_sizes import size_problems
-from titan_adapters.plan import Style, colwise, expertwise, headwise, replicate, rowwise, vocabwise
+from titan_adapters.plan import Style, colwise, expertwise, replicate, rowwise, split_styles, vocabwise
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,24 +115,13 @@ def plan_problems(model: BaseTransformer, styles: dict[str, Style], tp: int) -> 
 
     heads: set[str] = set()
     for path, module in model.named_modules():
-        if isinstance(module, QKVLinear):
-            for name in ("wq", "wk", "wv"):
-                heads.add(f"{path}.{name}")  # which are split by head, or replicated
-                expect(f"{path}.{name}", colwise, "each rank's attention has its own heads")
-        elif isinstance(module, InnerAttention):
-            expect(path, headwise, "each rank's attention has its own heads")
-        elif isinstance(module, Attention):
-            expect(f"{path}.wo", rowwise, "each rank's attention has its own heads")
-            expect(f"{path}.wg", colwise, "each rank gates its own heads")
-            norm = module.spec.qk_norm
-            for name in ("q_norm", "k_norm") if norm is not None else ():
-                full = norm is not None and norm.scope == "full"
-                expect(f"{path}.{name}", headwise if full else replicate, "one weight serves " + _serves(full))
-        elif isinstance(module, FeedForward):
-            parts = {name: styles.get(f"{path}.{name}") for name in ("w1", "w2", "w3")}
-            if set(parts.values()) - {None} != {replicate}:
-                for name, wanted in (("w1", colwise), ("w3", colwise), ("w2", rowwise)):
-                    expect(f"{path}.{name}", wanted, "the hidden channels are split in all three or in none")
+        wanted, why = split_styles(path, module), "each rank's attention has its own heads"
+        if isinstance(module, FeedForward):
+            why = "the hidden channels are split in all three or in none"
+            if {styles.get(part) for part in wanted} == {replicate}:
+                continue
+        elif isinstance(module, QKVLinear):
+            heads |= wanted.keys()  # which are split by head, or replicated
         elif isinstance(module, InnerExperts):
             expect(path, expertwise, "a rank holds a part of every expert, or whole ones")
         elif isinstance(module, Router):
@@ -141,13 +130,14 @@ def plan_problems(model: BaseTransformer, styles: dict[str, Style], tp: int) -> 
             split = {colwise: module.out_features, rowwise: module.in_features}.get(styles[path], 0)
             if split % tp:
                 problems.append(f"{path} is planned {styles[path]}, but {split} is not divisible by {tp}")
+        elif isinstance(module, Attention) and module.spec.qk_norm is not None:
+            for name in ("q_norm", "k_norm") if module.spec.qk_norm.scope == "per_head" else ():
+                expect(f"{path}.{name}", replicate, "one weight serves all heads")
+        for part, style in wanted.items():
+            expect(part, style, why)
     if styles["lm_head"] not in (vocabwise, replicate):
         problems.append(f"lm_head is planned {styles['lm_head']}; logits are needed whole: vocabwise or replicate")
     return problems
-
-
-def _serves(full: bool) -> str:
-    return "one channel of one head" if full else "all heads"
 
 
 _set_by_us: str | None = None

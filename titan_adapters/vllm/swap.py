@@ -26,9 +26,9 @@ from titan_adapters.vllm.layers import (
     EngineAttention,
     EngineFeedForward,
     EngineHead,
-    EngineNorm,
     EngineQKVLinear,
     engine_embedding,
+    engine_norm,
     num_replicas,
 )
 from titan_adapters.vllm.moe import (
@@ -133,7 +133,7 @@ def _swap_full_norms(swap: Swap, device: torch.device) -> None:
                     f"{path}.{name} is a {type(norm).__name__}, whose statistics the engine can't sum over ranks.",
                     fix="use titan_adapters.nn.RMSNorm, or run the model on one rank.",
                 )
-            swap.model.set_submodule(f"{path}.{name}", EngineNorm(norm, num_heads, spec.head_dim, device))
+            swap.model.set_submodule(f"{path}.{name}", engine_norm(norm, num_heads, spec.head_dim, device))
 
 
 def _swap_moe(
