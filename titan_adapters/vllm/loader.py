@@ -140,17 +140,17 @@ class WeightWriter:
             raise StateDictError(
                 "The load left weights unwritten.", sorted(self.unwritten), fix="report this: the row table has a gap."
             )
-        if not partial and (untouched := {self._swap.target(native)[0] for native in self._expected} - written):
-            raise EngineError(
-                "vLLM's loaders wrote nothing to some parameters.",
-                sorted(untouched),
-                fix="report this with your vLLM version.",
-            )
         if self._poisoned and not partial and (left := unwritten(self)):
             raise EngineError(
                 f"NaN is left of what additional_config[{POISON!r}] filled the model with.",
                 left,
                 fix="look for NaN in the checkpoint; if it has none, report this with your vLLM version.",
+            )
+        if not partial and (untouched := {self._swap.target(native)[0] for native in self._expected} - written):
+            raise EngineError(
+                "vLLM's loaders wrote nothing to some parameters.",
+                sorted(untouched),
+                fix="report this with your vLLM version.",
             )
         if self._held:
             waiting = sorted(native for layer in self._held.values() for native in layer)
