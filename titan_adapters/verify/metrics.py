@@ -14,7 +14,7 @@ BEST = 20
 """Tokens per position whose logprobs are compared; vLLM's own default limit for a request."""
 NEAR_TIE = 0.05
 """Nats between a reference's two best tokens below which rounding in bf16 may choose either, where nothing better is
-known: `near_tie_bound` measures it."""
+known: `rules.Noise` measures it."""
 
 
 @dataclass(frozen=True)
