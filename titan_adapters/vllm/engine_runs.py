@@ -1,6 +1,7 @@
 """The engines that `verify` starts, and what is run on each."""
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ class EngineRuns:
         self.dtype = dtypes[name]
         tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
         self.tokenizer = "tokenizer" in options or any((checkpoint / name).exists() for name in tokenizers)
-        self.options: dict[str, Any] = {"skip_tokenizer_init": not self.tokenizer, "dtype": name} | options
+        self.options: dict[str, Any] = {"skip_tokenizer_init": not self.tokenizer, "dtype": name} | cpu_cache(options)
+        self.options |= options
         self.tp = options.get("tensor_parallel_size", 1)
         self.pp = options.get("pipeline_parallel_size", 1)
         self.runs: dict[str, tuple[str, Run]] = {}
@@ -265,6 +267,17 @@ def engine_settings(llm: "vllm.LLM") -> dict[str, str]:
         "seed": model.seed,
     }
     return {name: str(value) for name, value in settings.items()}
+
+
+def cpu_cache(options: dict[str, Any]) -> dict[str, Any]:
+    """On a CPU a KV cache of a moderate size, if none is given: vLLM wants nearly all of the host's memory for it."""
+    from vllm.platforms import current_platform
+
+    given = {
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+    } & options.keys() or "VLLM_CPU_KVCACHE_SPACE" in os.environ
+    return {} if given or not current_platform.is_cpu() else {"kv_cache_memory_bytes": 2**30}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
