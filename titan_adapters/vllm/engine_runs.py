@@ -19,6 +19,7 @@ from titan_adapters.verify.references import WIDER
 from titan_adapters.verify.report import Row
 from titan_adapters.vllm import scenarios
 from titan_adapters.vllm.llm import LLM
+from titan_adapters.vllm.parallel import Parallel, share_cores
 from titan_adapters.vllm.proof import weight_proof
 from titan_adapters.vllm.scenarios import NEW_TOKENS, attempt
 from titan_adapters.vllm.stages import record_stages
@@ -102,6 +103,7 @@ class EngineRuns:
         """vLLM's own implementation, with the served settings; refused if there is only the Transformers backend."""
         import vllm
 
+        share_cores(Parallel.from_arguments(self.options))  # as for ours
         return vllm.LLM(str(folder), model_impl="vllm", **self.options)
 
     # Engines
