@@ -228,6 +228,8 @@ def main(
     """Compare every layout of every model with one rank, and parallel training with training on one."""
     from titan_adapters.checkpoint import read_identity
 
+    if dtype == "float32":  # or Triton's kernels, vLLM's for attention and experts among them, multiply in TF32
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         scratch = Path(folder)
         children = Children(scratch, logs or scratch / "logs", timeout, visible_gpus())
