@@ -18,6 +18,8 @@ from titan_adapters.cli import app
 from titan_adapters.cli.verify import engine_options, read_prompts
 from titan_adapters.nn import SequenceInfo
 from titan_adapters.verify import Report
+from titan_adapters.vllm import loader
+from titan_adapters.vllm.engine_runs import EngineRuns
 from titan_adapters.vllm.layers import EngineAttention
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("no_registrations_left")]
@@ -106,3 +108,16 @@ def test_prompt_files(tmp_path):
         read_prompts(file)
     text = titan_error_text(caught)
     assert "line 2: ['a']" in text and "line 3: " in text and "line 1" not in text
+
+
+def test_what_a_load_leaves_out_is_a_failed_row(tmp_path, monkeypatch):
+    runs = EngineRuns(saved("llama", tmp_path / "native"), None, 0, lambda phase: None, OPTIONS)
+    runs.prompts = [[1, 2, 3]]
+    write = loader.write_one
+    monkeypatch.setattr(
+        loader, "write_one", lambda p, name, *rest: name.endswith("1.attention.wo.weight") or write(p, name, *rest)
+    )
+    runs.small()
+    (row,) = runs.rows
+    assert (row.name, row.verdict) == ("weights: nothing is left out", "failed") and "NaN is left" in row.why
+    assert runs.runs["chunked prefill"][1].missing.startswith("the engine for it could not be run")

@@ -19,6 +19,7 @@ from titan_adapters.verify.references import WIDER
 from titan_adapters.verify.report import Row
 from titan_adapters.vllm import scenarios
 from titan_adapters.vllm.llm import LLM
+from titan_adapters.vllm.loader import POISON
 from titan_adapters.vllm.parallel import Parallel, share_cores
 from titan_adapters.vllm.proof import weight_proof
 from titan_adapters.vllm.scenarios import NEW_TOKENS, attempt
@@ -34,6 +35,9 @@ SMALL_BUDGET = 32
 SMALL_BLOCK = 32
 SMALL_LONGEST = 512
 """Tokens: longer prompts are not run on the small engine."""
+
+LOADED = "weights: nothing is left out"
+LOADED_WHY = "every parameter was NaN before weights were loaded, and none was after"
 
 
 class EngineRuns:
@@ -144,10 +148,12 @@ class EngineRuns:
             "max_num_batched_tokens": max(SMALL_BUDGET, requests),
             "num_gpu_blocks_override": groups * blocks + 1,
             "enable_prefix_caching": False,
+            "additional_config": {POISON: True} | (self.options.get("additional_config") or {}),
         }
         rows = ("chunked prefill", "preemption and resume", "compiled against eager")
         try:
             with self.engine("small", lambda: self._start(**options)) as llm:
+                self.rows.append(Row(name=LOADED, verdict="proven", why=LOADED_WHY, engine="small"))
                 whole = attempt(lambda: Run(scenarios.alone(llm, short)))
                 chunked = self._run(rows[0], "small", scenarios.chunked_prefill, llm, whole)
                 chunked.failure = whole.failure
@@ -157,6 +163,8 @@ class EngineRuns:
                 self._record_stages(llm, short)
         except Exception as error:  # of any layer of vLLM
             reason = f"the engine for it could not be run: {scenarios.one_line(error)}"
+            if POISON in str(error):
+                self.rows.append(Row(name=LOADED, verdict="failed", why=scenarios.one_line(error), engine="small"))
             self.not_recorded = self.not_recorded or reason
             for row in rows:
                 self.runs.setdefault(row, ("small", Run(missing=reason)))
