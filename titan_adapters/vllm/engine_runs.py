@@ -19,8 +19,8 @@ from titan_adapters.verify.references import WIDER
 from titan_adapters.verify.report import Row
 from titan_adapters.vllm import scenarios
 from titan_adapters.vllm.llm import LLM
-from titan_adapters.vllm.loader import POISON
 from titan_adapters.vllm.parallel import Parallel, share_cores
+from titan_adapters.vllm.plugin import POISON
 from titan_adapters.vllm.proof import weight_proof
 from titan_adapters.vllm.scenarios import NEW_TOKENS, attempt
 from titan_adapters.vllm.stages import record_stages

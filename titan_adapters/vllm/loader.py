@@ -15,14 +15,11 @@ from titan_adapters.state_dict import Session, StateDictAdapter, part_name
 from titan_adapters.vllm.compat import forget_repacking, keeps_packed_copy
 from titan_adapters.vllm.moe import ExpertShard
 from titan_adapters.vllm.moves import Swap, write_one
+from titan_adapters.vllm.plugin import POISON
 from titan_adapters.vllm.readings import unwritten
 from titan_adapters.vllm.weight_map import WeightMap
 
 logger = init_logger("vllm.titan_adapters")
-
-
-POISON = "titan_poison"
-"""Key of vLLM's `additional_config`: True fills parameters with NaN before the first load, and refuses what is left."""
 
 
 def poison(model: nn.Module) -> None:

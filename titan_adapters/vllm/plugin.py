@@ -7,6 +7,8 @@ from titan_adapters.hf_config import ARCHITECTURE
 CONFIG_FORMAT = "titan"
 SKIP_FORMAT = "titan_skip"
 DCP_FORMAT = "titan_dcp"
+POISON = "titan_poison"
+"""Key of vLLM's `additional_config`: True fills parameters with NaN before the first load, and refuses what is left."""
 
 
 def register() -> None:

@@ -19,10 +19,10 @@ from titan_adapters.nn import SequenceInfo
 from titan_adapters.registry import find_model, import_path
 from titan_adapters.state_dict import StateDictAdapter, native_tensors
 from titan_adapters.vllm.honours import unpageable
-from titan_adapters.vllm.loader import POISON, WeightWriter, poison
+from titan_adapters.vllm.loader import WeightWriter, poison
 from titan_adapters.vllm.parallel import Parallel, check_parallel
 from titan_adapters.vllm.passes import add_passes
-from titan_adapters.vllm.plugin import DCP_FORMAT
+from titan_adapters.vllm.plugin import DCP_FORMAT, POISON
 from titan_adapters.vllm.stage import this_stage
 from titan_adapters.vllm.swap import swap_modules
 
