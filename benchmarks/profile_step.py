@@ -49,7 +49,8 @@ def child(implementation: str, shape: str, layers: int | None, batch: int, steps
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the profiler sees this process only
     from torch.profiler import ProfilerActivity, profile
 
-    folder = write_shape(cut(SHAPES[shape], layers), Path(tempfile.mkdtemp()) / shape)
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    folder = write_shape(SHAPES[shape] | changes, Path(tempfile.mkdtemp()) / shape)
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": batch, "load_format": "dummy"}
     options |= {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     import vllm
@@ -83,14 +84,6 @@ def child(implementation: str, shape: str, layers: int | None, batch: int, steps
         for kind, parts in LAUNCHES.items()
     }
     Path(result).write_text(json.dumps({"kernels": kernels, "launches": launches}))
-
-
-def cut(published: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """The same shape with fewer layers."""
-    if layers is None:
-        return published
-    lists = {key: published[key][:layers] for key in ("layer_types",) if key in published}
-    return published | {"num_hidden_layers": layers} | lists
 
 
 def main(

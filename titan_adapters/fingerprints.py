@@ -17,12 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_adapters.checkpoint.api import adapter_for, check_weights, stored_dtypes
-from titan_adapters.checkpoint.folder import open_weights
-from titan_adapters.checkpoint.identity import check_digest, read_identity
+from titan_adapters.checkpoint.api import checked_weights, stored_dtypes
+from titan_adapters.checkpoint.identity import read_identity
 from titan_adapters.checkpoint.sharded import own_class, whole_tensors
 from titan_adapters.config import TransformerConfig
-from titan_adapters.contract import BaseTransformer, meta_model
+from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import CheckpointError
 from titan_adapters.state_dict import native_tensors
 
@@ -107,6 +106,11 @@ def tensor_sums(tensor: Tensor, dtype: torch.dtype | None = None) -> Sums:
     return sums
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configs write it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def render(dtype: torch.dtype | str, shape: Sequence[int], sums: Sums) -> str:
     """A fingerprint in writing: `bfloat16[96,48] ` and 32 hexadecimal digits."""
     digits = "".join(f"{lane % 2**64:016x}" for lane in (sums.first, sums.second))
@@ -139,11 +143,8 @@ def fingerprint(source: BaseTransformer | str | Path, *, dtype: torch.dtype | No
             wanted = dict.fromkeys(tensors, dtype) | served_dtypes(own_class(source), source.config, dtype)
         rows = whole_tensors(tensors)
     else:
-        identity, weights = read_identity(source), open_weights(source)
-        check_digest(weights, identity.config)
-        built = meta_model(identity.model, identity.config)
-        adapter = adapter_for(built, identity.names)
-        check_weights(weights, adapter, native_tensors(built))
+        identity = read_identity(source)
+        weights, adapter, _ = checked_weights(identity, source)
         wanted = served_dtypes(identity.model, identity.config, dtype)
         rows = adapter.session("to_native").convert(weights.tensors(), partial=False)
     found = {name: render(wanted[name], tensor.shape, tensor_sums(tensor, wanted[name])) for name, tensor in rows}
@@ -155,7 +156,7 @@ def served_dtypes(
 ) -> dict[str, torch.dtype]:
     """The dtype of each native tensor in a checkpoint of `config`, with another `dtype` if one is given."""
     if dtype is not None:
-        config = type(config).from_json(config.to_json() | {"dtype": str(dtype).removeprefix("torch.")})
+        config = type(config).from_json(config.to_json() | {"dtype": dtype_name(dtype)})
     return stored_dtypes(model, config)
 
 

@@ -56,6 +56,7 @@ def test_the_model_is_found_beside_the_optimizer(trained, layout, tmp_path):
     saved = open_weights(tmp_path / "folder").headers
     assert sum(name.endswith(".exp_avg_sq") for name in saved) == len(weights(model))
     assert_bitwise_equal(weights(ta.load_model(tmp_path / "folder")), weights(model))
+    assert ta.fingerprint(tmp_path / "folder") == ta.fingerprint(model)
     convert_checkpoint(tmp_path / "folder", tmp_path / "published", "hf")
     assert_bitwise_equal(weights(ta.load_model(tmp_path / "published")), weights(model))
     assert not (tmp_path / "ran").exists()

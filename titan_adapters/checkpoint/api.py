@@ -166,11 +166,7 @@ def convert_checkpoint(
         prefix: As for `load_checkpoint`.
     """
     identity = read_identity(source)
-    model = meta_model(identity.model, identity.config)
-    adapter = adapter_for(model, identity.names)
-    weights = open_weights(source).model_part(adapter.required(), prefix)
-    check_digest(weights, identity.config)
-    produced = check_weights(weights, adapter, native_tensors(model))
+    weights, adapter, produced = checked_weights(identity, source, prefix)
     config = identity.config
     if dtype is not None:
         config = type(config).from_json(config.to_json() | {"dtype": dtype})
@@ -182,6 +178,20 @@ def convert_checkpoint(
     result = Identity(identity.model, config, format)
     _write(target, result, rows, source, overwrite, max_shard_bytes)
     return result
+
+
+def checked_weights(
+    identity: Identity, path: str | Path, prefix: str | None = None
+) -> tuple[WeightsFolder, StateDictAdapter, dict[str, Tensor]]:
+    """A folder's weights, the table to native names, and the native tensors (meta) that they make; from headers alone.
+
+    Raises as `load_checkpoint` does.
+    """
+    model = meta_model(identity.model, identity.config)
+    adapter = adapter_for(model, identity.names)
+    weights = open_weights(path).model_part(adapter.required(), prefix)
+    check_digest(weights, identity.config)
+    return weights, adapter, check_weights(weights, adapter, native_tensors(model))
 
 
 def stored_dtypes(model: type[BaseTransformer], config: TransformerConfig) -> dict[str, torch.dtype]:

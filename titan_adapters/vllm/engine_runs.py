@@ -12,6 +12,7 @@ import torch
 
 from titan_adapters.checkpoint import read_identity
 from titan_adapters.errors import EngineError
+from titan_adapters.fingerprints import dtype_name
 from titan_adapters.verify import prompts as tokens_of
 from titan_adapters.verify.judge import Run
 from titan_adapters.verify.records import StageRecords
@@ -288,7 +289,3 @@ def cpu_cache(options: dict[str, Any]) -> dict[str, Any]:
         "gpu_memory_utilization",
     } & options.keys() or "VLLM_CPU_KVCACHE_SPACE" in os.environ
     return {} if given or not current_platform.is_cpu() else {"kv_cache_memory_bytes": 2**30}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -6,14 +6,14 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights, read_identity, write_identity
+from titan_adapters.checkpoint import Identity, read_identity, write_identity
+from titan_adapters.checkpoint.api import checked_weights
 from titan_adapters.checkpoint.dcp import DcpFolder
-from titan_adapters.checkpoint.identity import check_digest, config_diff
+from titan_adapters.checkpoint.identity import config_diff
 from titan_adapters.config import TransformerConfig
-from titan_adapters.contract import BaseTransformer, meta_model
+from titan_adapters.contract import BaseTransformer
 from titan_adapters.errors import EngineError
 from titan_adapters.registry import get_model, import_path
-from titan_adapters.state_dict import native_tensors
 from titan_adapters.vllm.parallel import Parallel, check_parallel, share_cores
 from titan_adapters.vllm.plugin import CONFIG_FORMAT, DCP_FORMAT, SKIP_FORMAT, register
 from titan_adapters.vllm.worker import EXTENSION
@@ -73,11 +73,7 @@ def engine_args(
         identity = read_identity(folder)
         _check_agreement(identity, cls, config, folder)
         if load_format not in WITHOUT_WEIGHTS:
-            built = meta_model(identity.model, identity.config)
-            adapter = adapter_for(built, identity.names)
-            weights = open_weights(folder).model_part(adapter.required())
-            check_digest(weights, identity.config)
-            check_weights(weights, adapter, native_tensors(built))
+            weights, *_ = checked_weights(identity, folder)
             if isinstance(weights, DcpFolder) and load_format == "auto":
                 engine_kwargs["load_format"] = DCP_FORMAT
     parallel = Parallel.from_arguments(engine_kwargs)

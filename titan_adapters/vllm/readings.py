@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from titan_adapters.fingerprints import Sums, element_sums
+from titan_adapters.fingerprints import Sums, dtype_name, element_sums
 from titan_adapters.vllm.held import NotReadable, Pieces, held_pieces, plain_pieces
 from titan_adapters.vllm.layers import EngineAttention
 from titan_adapters.vllm.weight_map import UNUSED, ZERO, ParameterMap, Part
@@ -57,7 +57,7 @@ def read_weights(writer: "WeightWriter", rank: int) -> RankReport:
     """Hash everything that this rank's engine computes with, where it is."""
     swap = writer.weight_map.swap
     report = RankReport(
-        natives={name: (list(t.shape), _name_of(t.dtype)) for name, t in writer.natives.items()},
+        natives={name: (list(t.shape), dtype_name(t.dtype)) for name, t in writer.natives.items()},
         readings=[],
         unreadable=[],
         padding=[],
@@ -124,10 +124,6 @@ def _places(writer: "WeightWriter", mapped: ParameterMap) -> Iterator[tuple[str,
                 yield f"{path}.attn.impl.sinks", plain_pieces(taken, mapped.numbers)
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass
 class _Share:
     """What an engine parameter holds of one native tensor."""
@@ -186,5 +182,5 @@ class _Tally:
         for native, share in self._shares.items():
             if share.held is not None:
                 yield Reading(
-                    native=native, place=place, dtype=_name_of(share.held), sums=list(share.sums), nans=share.nans
+                    native=native, place=place, dtype=dtype_name(share.held), sums=list(share.sums), nans=share.nans
                 )

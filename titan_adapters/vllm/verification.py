@@ -16,6 +16,7 @@ import torch
 from titan_adapters.checkpoint import load_model
 from titan_adapters.checkpoint.api import convert_checkpoint
 from titan_adapters.errors import EngineError, TitanError
+from titan_adapters.fingerprints import dtype_name
 from titan_adapters.registry import import_path
 from titan_adapters.verify.judge import Judge, Run
 from titan_adapters.verify.metrics import Scored
@@ -25,7 +26,7 @@ from titan_adapters.verify.report import Report, Row
 from titan_adapters.verify.rules import RULES
 from titan_adapters.verify.stages import StageVerdict, check_stages, first_fault
 from titan_adapters.vllm import scenarios
-from titan_adapters.vllm.engine_runs import EngineRuns, Prompt, dtype_name
+from titan_adapters.vllm.engine_runs import EngineRuns, Prompt
 
 Reference = Literal["torch", "hf", "native"]
 REFERENCES: tuple[Reference, ...] = ("torch", "hf", "native")
