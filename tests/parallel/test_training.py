@@ -3,6 +3,8 @@
 Tolerance: relative 1e-5 in fp32 (other orders of summation).
 """
 
+from functools import cache
+
 import pytest
 
 import titan_adapters as ta
@@ -12,6 +14,8 @@ from tests.parallel.training import TOKENS, Case, errors_of_training, replicas_o
 from titan_adapters.parallel_sizes import size_problems
 
 TOLERANCE = 1e-5
+BATCH = 30
+"""So many cases share processes, whose start takes as long as one or two; a crash of theirs fails all of them."""
 
 
 def _every(*names: str) -> dict[str, tuple[type[ta.BaseTransformer], ta.TransformerConfig]]:
@@ -21,6 +25,7 @@ def _every(*names: str) -> dict[str, tuple[type[ta.BaseTransformer], ta.Transfor
     return {f"{m.model_type}, {name}": (m, config) for m in models for name, config in m.tiny_configs().items()}
 
 
+@cache
 def _cases(world_size: int) -> dict[str, Case]:
     """By name, so that the tests' processes and their parent mean the same."""
     llama = ta.get_model("llama")
@@ -76,30 +81,27 @@ def _sequence_parallel_cases() -> dict[str, Case]:
     )
 
 
-@pytest.fixture(scope="module")
-def errors_of_two() -> list[dict[str, dict[str, float]]]:
-    return run_processes(2, errors_of_training, _cases(2))
-
-
-@pytest.fixture(scope="module")
-def errors_of_four() -> list[dict[str, dict[str, float]]]:
-    return run_processes(4, errors_of_training, _cases(4))
-
-
 @pytest.mark.parametrize("case", _cases(2))
-def test_two_processes_train_as_one(errors_of_two: list[dict[str, dict[str, float]]], case: str) -> None:
-    _check(errors_of_two, case)
+def test_two_processes_train_as_one(case: str) -> None:
+    _check(2, case)
 
 
 @pytest.mark.parametrize("case", _cases(4))
-def test_four_processes_train_as_one(errors_of_four: list[dict[str, dict[str, float]]], case: str) -> None:
-    _check(errors_of_four, case)
+def test_four_processes_train_as_one(case: str) -> None:
+    _check(4, case)
 
 
-def _check(errors_of_ranks: list[dict[str, dict[str, float]]], case: str) -> None:
-    for errors in errors_of_ranks:
+def _check(world_size: int, case: str) -> None:
+    for errors in _errors_of_batch(world_size, list(_cases(world_size)).index(case) // BATCH):
         assert sum(name.endswith(" loss") for name in errors[case]) == len(TOKENS)
         assert not {name: error for name, error in errors[case].items() if not error <= TOLERANCE}
+
+
+@cache
+def _errors_of_batch(world_size: int, batch: int) -> list[dict[str, dict[str, float]]]:
+    """Per rank, what `errors_of_training` says of these cases."""
+    cases = list(_cases(world_size).items())[batch * BATCH : (batch + 1) * BATCH]
+    return run_processes(world_size, errors_of_training, dict(cases))
 
 
 def test_drifting_replicas_are_found() -> None:
