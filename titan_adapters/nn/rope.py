@@ -68,18 +68,19 @@ class Rope(nn.Module):
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotary_dim = self.spec.rotary_dim
-        turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
-        turned = (turned * cos + self._partner(turned) * sin).to(x.dtype)
+        turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        wide = turned.float()
+        turned = (wide * cos + self._partner(turned, wide) * sin).to(x.dtype)
         return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], dim=-1)
 
-    def _partner(self, x: Tensor) -> Tensor:
-        """[..., R] with the two channels of each pair swapped."""
+    def _partner(self, x: Tensor, wide: Tensor) -> Tensor:
+        """fp32 [..., R]: x, of which `wide` is fp32, with the two channels of each pair swapped."""
         if self.spec.layout == "half":
-            first, second = x.chunk(2, dim=-1)
+            first, second = wide.chunk(2, dim=-1)
             return torch.cat([second, first], dim=-1)
-        if x.device.type == "cpu":
-            first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        if wide.device.type == "cpu":
+            first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
             return torch.stack([second, first], dim=-1).flatten(-2)
         # Compiled for a GPU, indices are arithmetic inside the one kernel, also in the gradient's: half the time of a
         # stack. On a CPU, twice.
-        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

@@ -19,9 +19,11 @@ from titan_adapters.nn import (
     NormRope,
     QKVLinear,
     RMSNorm,
+    Rope,
     Router,
 )
 from titan_adapters.plan import Style, colwise, partwise, replicate, rowwise, vocabwise
+from titan_adapters.vllm.cpu_rope import PairRope, exchanges_pairs
 from titan_adapters.vllm.layers import (
     EngineAttention,
     EngineFeedForward,
@@ -93,6 +95,8 @@ def swap_modules(
             swap.moved |= moved_feed_forward(path, path)
         elif type(module) is NormRope and fusible(module.spec):
             replacement = EngineNormRope(module.spec)
+        elif type(module) is Rope and exchanges_pairs(module.spec):
+            replacement = PairRope(module.spec, module.max_seq_len)
         elif type(module) is MoE:
             replacement = _swap_moe(swap, module, path, styles, vllm_config, device)
         elif type(module) is InnerExperts:

@@ -1,0 +1,41 @@
+"""The CPU's exchange of 16-bit neighbours in integers, bitwise against the plain module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+import titan_adapters as ta
+from tests.vllm.conftest import engine_model
+from titan_adapters.nn import Rope
+from titan_adapters.vllm.cpu_rope import PairRope
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rotary_dim", [16, 64])
+def test_equals_plain_rope(rotary_dim: int, dtype: torch.dtype, compiled: bool) -> None:
+    spec = ta.RopeSpec(theta=1e4, rotary_dim=rotary_dim, layout="interleaved", scaling=None)
+    plain, pairs = Rope(spec, 128), PairRope(spec, 128)
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(70, 5 * 64, generator=generator).to(dtype)
+    packed[3, 7:11] = torch.tensor([float("inf"), -0.0, float("nan"), 1e-40])
+    q, k, _ = packed.unflatten(-1, (5, 64)).split([3, 1, 1], dim=1)  # views with the stride of all, as in the engine
+    positions = torch.randint(128, (70,), generator=generator)
+    rotate = torch.compile(pairs, dynamic=True) if compiled else pairs
+    for ours, theirs in zip(rotate(q, k, positions), plain(q, k, positions), strict=True):
+        assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_engine_takes_it_where_it_pays(start: Callable[..., Any], dtype: str) -> None:
+    cls = ta.get_model("llama")
+    config = next(iter(cls.tiny_configs().values())).model_copy(update={"dtype": dtype})
+    llm = start(model=cls, config=config, load_format="dummy")
+    kinds = {type(module) for module in engine_model(llm).modules() if isinstance(module, Rope)}
+    assert kinds == {PairRope if dtype == "bfloat16" else Rope}

@@ -1,0 +1,29 @@
+"""Interleaved rope on CPUs, where Inductor can't vectorise an exchange of neighbours.
+
+Compiled from our torch code, it becomes two kernels that pass the exchanged channels through memory in fp32. Here a
+pair of 16-bit channels is one 32-bit integer, whose halves change places. For 3600 tokens of 12 heads of 64, that takes
+1.3 ms of one core instead of 5.5; half-layout rope takes 1.6. The results are the same to the last bit.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_adapters.nn import Rope
+from titan_adapters.rope_spec import RopeSpec
+
+
+def exchanges_pairs(spec: RopeSpec) -> bool:
+    """Whether `PairRope` is the faster one for `spec` on this platform."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and spec.layout == "interleaved" and torch.get_default_dtype().itemsize == 2
+
+
+class PairRope(Rope):
+    """`Rope` for inference; there is no gradient through integers."""
+
+    def _partner(self, x: Tensor, wide: Tensor) -> Tensor:
+        if x.dtype.itemsize != 2 or x.stride(-1) != 1:  # queries and keys of an author's own making
+            return super()._partner(x, wide)
+        pairs = x.view(torch.int32)
+        return ((pairs << 16) | (pairs >> 16 & 0xFFFF)).view(x.dtype).float()
