@@ -32,8 +32,8 @@ def run(train, *arguments: str):
 
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(train.main)
-    small = ["--batch", "2", "--length", "24", "--repeats", "2", "--steps", "1", "--dtype", "float32", "--eager"]
-    return CliRunner().invoke(app, [*arguments, *small])
+    small = "--batch 2 --length 24 --repeats 2 --steps 1 --dtype float32 --compile nothing"
+    return CliRunner().invoke(app, [*arguments, *small.split()])
 
 
 @pytest.mark.parametrize(
