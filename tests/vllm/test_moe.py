@@ -82,6 +82,22 @@ def test_own_router_and_own_block_keep_their_forward(start, tmp_path, cls):
     assert error_against_torch(model, generate(llm, prompts(model, 40, 3))) < TOLERANCE
 
 
+@pytest.mark.parametrize("cls", [FreeMoE, OwnRouter, OwnBlock], ids=lambda cls: cls.__name__)
+def test_kernels_get_weights_without_gaps(start, tmp_path, cls):
+    """vLLM's Triton kernel, for one, reads weights [T, K] as if they were, and says nothing."""
+    model = random_model(cls, cls.config(top_k=3, scaling_factor=2.0))
+    llm = served(start, tmp_path, model)
+    chosen = []
+    for module in engine_model(llm).modules():
+        if isinstance(module, EngineMoE | EngineExperts):
+            router = module.runner.router
+            original = router.custom_routing_function
+            router.custom_routing_function = lambda call=original, **kwargs: chosen.append(call(**kwargs)) or chosen[-1]
+    generate(llm, prompts(model, 40))
+    assert {tuple(weights.shape) for weights, _ in chosen} >= {(40, 3)}
+    assert all(tensor.is_contiguous() for choice in chosen for tensor in choice)
+
+
 def test_an_expert_without_tokens_and_one_with_all(start, tmp_path):
     model = random_model(FreeMoE, FreeMoE.config(router_bias=True))
     with torch.no_grad():

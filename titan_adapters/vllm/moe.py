@@ -186,7 +186,7 @@ class EngineMoE(nn.Module):
         self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
     ) -> tuple[Tensor, Tensor]:
         experts, weights = choose_experts(self.router.spec, gating_output, self.router.correction_bias)
-        return weights, experts.to(torch.int32)
+        return _for_kernels(experts, weights)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.runner(x_TD, self.router.logits(x_TD))
@@ -257,7 +257,12 @@ def _unpack_routing(
     hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
     weights, experts = gating_output.chunk(2, dim=-1)
-    return weights, experts.to(torch.int32)
+    return _for_kernels(experts, weights)
+
+
+def _for_kernels(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The choice as vLLM's kernels take it: they read [T, K] row after row, whatever the strides."""
+    return weights.contiguous(), experts.to(torch.int32).contiguous()
 
 
 class EngineSharedExperts(nn.Module):

@@ -76,6 +76,8 @@ class RoutingRecorder:
         found = set()
         for module in self._model.modules():
             if isinstance(module, EngineMoE):
+                if module.runner.is_monolithic:
+                    problems.append(f"the kernel of layer {module.router.layer} chooses the experts itself")
                 attach = module.vllm_router.set_capture_fn
                 attach(partial(self._choose, module.router.layer))
                 self._undo.append(partial(attach, None))
@@ -150,10 +152,13 @@ def record_routing(llm: "vllm.LLM") -> Iterator[RecordedRouting]:
     """
     problems = sorted({problem for found in llm.collective_rpc("titan_start_recording") for problem in found})
     if problems:
+        from titan_adapters.vllm.moe import OPTION
+
         raise EngineError(
             "This engine's routing can't be recorded.",
             problems,
-            fix="start an eager engine of a model with mixtures; under CUDA graphs, enable_return_routed_experts=True.",
+            fix="start an eager engine of a model with mixtures; under CUDA graphs, enable_return_routed_experts=True; "
+            f"where a kernel chooses the experts, additional_config={{{OPTION!r}: 'torch'}}.",
         )
     recorded = RecordedRouting()
     try:
