@@ -104,3 +104,16 @@ def test_bf16_with_cuda_graphs_is_within_rounding(name, tmp_path):
     model = random_model(cls, config).bfloat16()
     ours, reference, _, _ = engine_and_torch_logprobs(model, tmp_path)
     assert ((ours - reference).norm() / reference.norm()).item() <= 2e-2
+
+
+@pytest.mark.parametrize("name", ["OwnRouter", "OwnBlock"])
+@pytest.mark.usefixtures("no_registrations_left")
+def test_an_authors_own_choice_in_the_fused_kernel(name, tmp_path):
+    """In fp32, as above. Triton's kernel multiplies by what it takes for the weights of the chosen experts."""
+    from tests.vllm import moe_models
+
+    cls = getattr(moe_models, name)
+    ta.register_model(cls)
+    model = random_model(cls, cls.config(top_k=3))
+    ours, reference, _, _ = engine_and_torch_logprobs(model, tmp_path, dtype="float32", enforce_eager=True)
+    assert ((ours - reference).norm() / reference.norm()).item() <= 3e-3
