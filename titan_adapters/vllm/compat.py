@@ -1,5 +1,6 @@
 """What differs between the supported vLLM versions (0.26 to 0.32), in one place."""
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -70,6 +71,14 @@ def forget_repacking(module: nn.Module) -> None:
 
     if isinstance(module, RoutedExperts) and current_platform.is_cpu():
         module.quant_method.moe_kernel = None
+
+
+def choice_is_hidden() -> bool:
+    """Whether vLLM's CPU kernel of fused experts also chooses them, so that nobody sees which; gone by 0.32."""
+    from vllm.platforms import current_platform
+
+    legacy = "vllm.model_executor.layers.fused_moe.cpu_fused_moe"
+    return current_platform.is_cpu() and importlib.util.find_spec(legacy) is not None
 
 
 def fused_moe(**options: Any) -> nn.Module:

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from titan_adapters.errors import EngineError
 from titan_adapters.moe_spec import ClampedSwiGLU, MoESpec
 from titan_adapters.nn import InnerExperts, MoE, Routing, choose_experts
-from titan_adapters.vllm.compat import fused_moe
+from titan_adapters.vllm.compat import choice_is_hidden, fused_moe
 from titan_adapters.vllm.layers import local_parameter
 
 Path = Literal["auto", "fused", "torch"]
@@ -105,8 +105,10 @@ def fused_experts(**options: Any) -> nn.Module:
     """vLLM's fused experts, with loaders of our own for what vLLM's does not load, or not as the kernel reads it.
 
     Raises:
-        ValueError: expert parallelism on the CPU, where vLLM's kernel crashes the process.
+        ValueError: expert parallelism on the CPU, where vLLM's kernel crashes the process; a kernel that also routes.
     """
+    if choice_is_hidden():
+        raise ValueError("vLLM's CPU kernel of this version chooses the experts itself")
     if get_current_vllm_config().parallel_config.enable_expert_parallel and current_platform.is_cpu():
         raise ValueError("vLLM's CPU kernel does not run under expert parallelism")
     runner = fused_moe(router_logits_dtype=torch.float32, **options)
