@@ -1,8 +1,9 @@
 """Interleaved rope on CPUs, where Inductor can't vectorise an exchange of neighbours.
 
 Compiled from our torch code, it becomes two kernels that pass the exchanged channels through memory in fp32. Here a
-pair of 16-bit channels is one 32-bit integer, whose halves change places. For 3600 tokens of 12 heads of 64, that takes
-1.3 ms of one core instead of 5.5; half-layout rope takes 1.6. The results are the same to the last bit.
+pair of 16-bit channels is one 32-bit integer, whose halves change places. Results are the same to the last bit. Of a
+prefill of 3600 tokens through SmolLM2-135M (2.8 s on two cores) rope then takes 38 ms instead of 68; in half layout 18.
+Reading every channel's neighbours from the row, shifted to either side, is as fast there, but decoding a fifth slower.
 """
 
 import torch
