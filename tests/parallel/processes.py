@@ -43,7 +43,8 @@ def _run_once(world_size: int, function: Callable[..., Any], args: tuple[Any, ..
             )
         except mp.ProcessExitedException as error:
             # In one line, because that is what pytest's summary shows.
-            lines = Path(folder, f"{error.error_index}.err").read_text().splitlines()[-60:]
+            stderr = Path(folder, f"{error.error_index}.err")
+            lines = stderr.read_text().splitlines()[-60:] if stderr.exists() else []
             told = [line.strip() for line in lines if "/multiprocessing/" not in line and "Extension" not in line]
             raise (_Killed if error.signal_name else RuntimeError)(f"{error}: {' | '.join(told)}") from None
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
