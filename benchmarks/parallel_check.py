@@ -45,7 +45,12 @@ TRAINED: dict[str, dict[str, Any]] = {
     "trained TP 2": {"axes": {"tp": 2}},
     "trained TP 2 with sequence parallel": {"axes": {"tp": 2}, "sequence_parallel": True},
     "trained FSDP 2": {"axes": {"fsdp": 2}},
+    # Both in one mesh; an axis of one rank goes through the same code.
+    "trained FSDP 2 and TP 1": {"axes": {"fsdp": 2, "tp": 1}},
+    "trained FSDP 1 and TP 2": {"axes": {"fsdp": 1, "tp": 2}},
+    "trained FSDP 2 and TP 2": {"axes": {"fsdp": 2, "tp": 2}},
 }
+"""Those that need more GPUs than there are, are left out, and named."""
 LENGTHS = (1, 2, 3, 17, 64, 100)
 """Tokens of the prompts: fewer than ranks, as many, and more."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": math.inf}
@@ -92,7 +97,9 @@ def train(result: Path, model: str, folder: str, layout: dict[str, Any]) -> None
     if axes:
         torch.distributed.init_process_group("nccl" if cuda else "gloo")
         mesh = torch.distributed.init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        rows = slice(2 * rank, 2 * rank + 2) if "fsdp" in axes else rows
+        if shards := axes.get("fsdp"):
+            shard, size = mesh.get_local_rank("fsdp"), 4 // shards
+            rows = slice(shard * size, (shard + 1) * size)
         ta.parallelize(built, mesh, sequence_parallel=layout.get("sequence_parallel", False))
     optimizer, losses = torch.optim.SGD(built.parameters(), lr=0.5, momentum=0.9), []
     tokens, labels = torch.randint(config.vocab_size, (2, 4, 24), generator=torch.Generator().manual_seed(1)).to(device)
@@ -103,7 +110,7 @@ def train(result: Path, model: str, folder: str, layout: dict[str, Any]) -> None
         optimizer.zero_grad()
         mean = loss.detach().clone()
         if "fsdp" in axes:
-            torch.distributed.all_reduce(mean)
+            torch.distributed.all_reduce(mean, group=mesh.get_group("fsdp"))
             mean /= axes["fsdp"]
         losses.append(mean.item())
     ta.save_checkpoint(built, folder, "dcp")
@@ -249,7 +256,8 @@ def main(
         def trained(title: str, layout: dict[str, Any], served: str) -> tuple[dict, dict]:
             """The training, and what an engine makes of its checkpoint."""
             target = str(scratch / title)
-            found = children.run(title, 2 if layout else 1, train, training, target, layout, torchrun=bool(layout))
+            ranks = math.prod(layout.get("axes", {}).values())
+            found = children.run(title, ranks, train, training, target, layout, torchrun=bool(layout))
             return found, found if "failure" in found else serve(f"{title}, served {served}", target, served)
 
         engines: list[tuple[str, Sequence[str], list[Future]]] = []
@@ -259,10 +267,12 @@ def main(
             started = [pool.submit(serve, f"{title} {layout}", str(checkpoint), layout) for layout in layouts]
             engines.append((title, layouts, started))
         alone = pool.submit(trained, f"{training} trained alone", {}, "1 rank") if training else None
-        trainings = {
-            name: pool.submit(trained, f"{training} {name}", layout, "TP 2")
-            for name, layout in (TRAINED if training else {}).items()
-        }
+        trainings = {}
+        for name, layout in (TRAINED if training else {}).items():
+            if children.gpus and math.prod(layout["axes"].values()) > len(children.gpus):
+                print(f"left out {training} {name}: there are {len(children.gpus)} GPUs", flush=True)
+            else:
+                trainings[name] = pool.submit(trained, f"{training} {name}", layout, "TP 2")
         rows = []
         for title, layouts, started in engines:
             reference = started[0].result()
