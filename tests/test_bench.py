@@ -79,7 +79,7 @@ def test_requests_that_do_not_fit_are_refused():
         Workload(**(vars(WORKLOAD) | {"decode_tokens": 64}))
 
 
-READY = {"start s": 1.0, "machine": {"gpu": "none"}, "class": "Fake"}
+READY = {"start s": 1.0, "machine": {"gpu": "none"}, "class": "Fake", "graphs": "compiled"}
 
 
 class FakeEngine:
@@ -176,6 +176,7 @@ def test_command_fails_if_ours_does(calls, tmp_path, monkeypatch, failing, code)
     assert result.exit_code == code, result.output
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["failed"] == {failing: "refused"} and data["machine"]["gpu"] == "none"
+    assert data["graphs"] == {name: ["compiled"] for name in data["classes"]} and len(data["graphs"]) == 2
     assert data["options"]["repeats"] == 3 and data["engine"]["load_format"] == "dummy"
     assert f"{failing} failed: refused" in result.output and f"{failing}.log" in result.output
     assert (tmp_path / "out.png").stat().st_size > 1000

@@ -37,6 +37,7 @@ def test_ours_beside_native(tmp_path):
         assert 0.1 < data["medians"][name]["host peak GiB"] < 10
     assert "ours : native" in text and "host peak GiB" in text
     assert data["classes"] == {"native": "LlamaForCausalLM", "ours": "TitanForCausalLM"}
+    assert data["graphs"] == {"native": ["none"], "ours": ["none"]}
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in running
 

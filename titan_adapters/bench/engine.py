@@ -54,8 +54,8 @@ class Engine:
             )
 
     def ready(self) -> dict[str, Any]:
-        """Wait until it serves. Returns the child's "engine start s", its "machine", the "class" of its model, and
-        "start s", which includes the start of Python and imports."""
+        """Wait until it serves. Returns the child's "engine start s", its "machine", the "class" of its model, its
+        "graphs" (compiled, from the cache, or none), and "start s", which includes the start of Python and imports."""
         answer = self._answer()
         return {"start s": time.perf_counter() - self._begin} | answer
 

@@ -62,6 +62,7 @@ def document(results: Results) -> dict[str, Any]:
     """What is kept of a run."""
     return {
         "classes": results.classes,
+        "graphs": results.graphs,
         "failed": results.failed,
         "medians": medians(results.samples),
         "ratios": {n: {p: asdict(r) for p, r in points.items()} for n, points in ratios(results.samples).items()},

@@ -21,6 +21,8 @@ class Results:
     machine: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     """By implementation: which class of vLLM's it turned out to be."""
+    graphs: dict[str, list[str]] = field(default_factory=dict)
+    """By implementation, start after start: compiled, from the cache, or none."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,12 @@ class Run:
         answer = self._engines[name].ready()
         self.results.machine |= answer.pop("machine")
         self.results.classes[name] = answer.pop("class")
+        self.results.graphs.setdefault(name, []).append(answer.pop("graphs"))
         return answer
 
     def _record_start(self, name: str, kind: str = "") -> None:
         answer = self._ready(name)
-        self._say(f"{kind}start of {name}: {answer['start s']:.1f} s")
+        self._say(f"{kind}start of {name}: {answer['start s']:.1f} s, graphs: {self.results.graphs[name][-1]}")
         if "start" in self.settings.workload.points:
             self._record(name, {kind + point: value for point, value in answer.items()})
 

@@ -68,6 +68,15 @@ def model_class(worker: Any) -> str:
     return type(worker.get_model()).__name__
 
 
+def graphs(worker: Any) -> str:
+    """Where one rank's compiled graphs came from, by vLLM's own counters."""
+    from vllm.compilation.counter import compilation_counter as counter
+
+    if counter.num_aot_compiles:
+        return "compiled"
+    return "from the cache" if counter.num_aot_artifacts_loaded else "none"
+
+
 def peak_memory(worker: Any) -> dict[str, float]:
     """GiB of one rank. On a device, what was allocated at most less the KV cache, whose size is
     chosen, not needed."""
@@ -104,7 +113,8 @@ def serve(answer: Any) -> None:
     implementation, folder, options = json.loads(sys.argv[1])
     llm, seconds = start(implementation, folder, options)
     served = llm.collective_rpc(model_class)[0]  # "native" is not, if vLLM fell back to Transformers
-    answer({"engine start s": seconds, "machine": machine(), "class": served})
+    found = {"machine": machine(), "class": served, "graphs": ", ".join(sorted({*llm.collective_rpc(graphs)}))}
+    answer({"engine start s": seconds, **found})
     for line in sys.stdin:
         request = json.loads(line)
         answer(all_memory(llm, options) if request == "memory" else {"seconds": generate(llm, **request)})
