@@ -24,8 +24,7 @@ class PairRope(Rope):
     """`Rope` for inference; there is no gradient through integers."""
 
     def _partner(self, x: Tensor, wide: Tensor) -> Tensor:
-        places = (*x.stride()[:-1], x.storage_offset())
-        if x.dtype.itemsize != 2 or x.stride(-1) != 1 or any(place % 2 for place in places):
+        if x.dtype.itemsize != 2 or x.stride(-1) != 1 or any(stride % 2 for stride in x.stride()[:-1]):
             return super()._partner(x, wide)  # queries and keys of an author's own making
         pairs = x.view(torch.int32)
         return ((pairs << 16) | (pairs >> 16 & 0xFFFF)).view(x.dtype).float()
