@@ -93,18 +93,16 @@ def train(result: Path, model: str, folder: str, layout: dict[str, Any]) -> None
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     built = cls(config.model_copy(update={"dtype": "float32"})).to(device)
-    rows = slice(None)
     if axes:
         torch.distributed.init_process_group("nccl" if cuda else "gloo")
         mesh = torch.distributed.init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        if shards := axes.get("fsdp"):
-            shard, size = mesh.get_local_rank("fsdp"), 4 // shards
-            rows = slice(shard * size, (shard + 1) * size)
         ta.parallelize(built, mesh, sequence_parallel=layout.get("sequence_parallel", False))
     optimizer, losses = torch.optim.SGD(built.parameters(), lr=0.5, momentum=0.9), []
     tokens, labels = torch.randint(config.vocab_size, (2, 4, 24), generator=torch.Generator().manual_seed(1)).to(device)
+    if "fsdp" in axes:
+        tokens, labels = (whole.chunk(axes["fsdp"])[mesh.get_local_rank("fsdp")] for whole in (tokens, labels))
     for _ in range(4):
-        loss = F.cross_entropy(built(tokens[rows]).flatten(0, 1), labels[rows].flatten())
+        loss = F.cross_entropy(built(tokens).flatten(0, 1), labels.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -194,6 +192,11 @@ def _reasons(log: str) -> str:
     return " | ".join(list(dict.fromkeys(text[:300] for text in found))[:2]) or log[-300:].strip()
 
 
+def ranks_of(layout: dict[str, Any]) -> int:
+    """Of a training; one without a layout."""
+    return math.prod(layout.get("axes", {}).values())
+
+
 def report(title: str, found: dict, reference: dict, dtype: str) -> dict[str, Any]:
     """Print one line about a case. Returns its figures, with "ok"."""
     from titan_adapters.vllm.compare import compare_outputs
@@ -256,8 +259,7 @@ def main(
         def trained(title: str, layout: dict[str, Any], served: str) -> tuple[dict, dict]:
             """The training, and what an engine makes of its checkpoint."""
             target = str(scratch / title)
-            ranks = math.prod(layout.get("axes", {}).values())
-            found = children.run(title, ranks, train, training, target, layout, torchrun=bool(layout))
+            found = children.run(title, ranks_of(layout), train, training, target, layout, torchrun=bool(layout))
             return found, found if "failure" in found else serve(f"{title}, served {served}", target, served)
 
         engines: list[tuple[str, Sequence[str], list[Future]]] = []
@@ -269,7 +271,7 @@ def main(
         alone = pool.submit(trained, f"{training} trained alone", {}, "1 rank") if training else None
         trainings = {}
         for name, layout in (TRAINED if training else {}).items():
-            if children.gpus and math.prod(layout["axes"].values()) > len(children.gpus):
+            if children.gpus and ranks_of(layout) > len(children.gpus):
                 print(f"left out {training} {name}: there are {len(children.gpus)} GPUs", flush=True)
             else:
                 trainings[name] = pool.submit(trained, f"{training} {name}", layout, "TP 2")

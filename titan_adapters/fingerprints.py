@@ -106,7 +106,7 @@ def tensor_sums(tensor: Tensor, dtype: torch.dtype | None = None) -> Sums:
     return sums
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """As configs write it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
@@ -114,7 +114,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def render(dtype: torch.dtype | str, shape: Sequence[int], sums: Sums) -> str:
     """A fingerprint in writing: `bfloat16[96,48] ` and 32 hexadecimal digits."""
     digits = "".join(f"{lane % 2**64:016x}" for lane in (sums.first, sums.second))
-    return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}] {digits}"
+    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}] {digits}"
 
 
 def fingerprint(source: BaseTransformer | str | Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:

@@ -69,13 +69,9 @@ def load_checkpoint(
     """
     identity = read_identity(path)
     _check_same_model(model, identity, path)
-    adapter = adapter_for(model, identity.names)
-    weights = open_weights(path).model_part(adapter.required(), prefix)
-    check_digest(weights, identity.config)
-    expected = native_tensors(model)
-    produced = check_weights(weights, adapter, expected)
+    weights, adapter, produced = checked_weights(identity, path, prefix, model)
     if not cast:
-        _check_dtypes(produced, {name: tensor.dtype for name, tensor in expected.items()})
+        _check_dtypes(produced, {name: tensor.dtype for name, tensor in native_tensors(model).items()})
     targets = materialised(model)
     for name, tensor in adapter.session("to_native").convert(weights.tensors(progress), partial=False):
         write_part(targets[name], tensor)
@@ -181,13 +177,17 @@ def convert_checkpoint(
 
 
 def checked_weights(
-    identity: Identity, path: str | Path, prefix: str | None = None
+    identity: Identity, path: str | Path, prefix: str | None = None, model: BaseTransformer | None = None
 ) -> tuple[WeightsFolder, StateDictAdapter, dict[str, Tensor]]:
     """A folder's weights, the table to native names, and the native tensors (meta) that they make; from headers alone.
 
+    Args:
+        model: That they are for. Default: what the identity says, on the meta device.
+
     Raises as `load_checkpoint` does.
     """
-    model = meta_model(identity.model, identity.config)
+    if model is None:
+        model = meta_model(identity.model, identity.config)
     adapter = adapter_for(model, identity.names)
     weights = open_weights(path).model_part(adapter.required(), prefix)
     check_digest(weights, identity.config)

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from titan_adapters.checkpoint import convert_checkpoint, open_weights, read_identity
 from titan_adapters.checkpoint.api import DEFAULT_SHARD_BYTES
-from titan_adapters.fingerprints import fingerprint, fingerprint_differences, total
+from titan_adapters.fingerprints import dtype_name, fingerprint, fingerprint_differences, total
 from titan_adapters.hf_config import emit_hf_config, write_hf_config
 from titan_adapters.hf_diff import HFDiff, diff_hf_config
 
@@ -75,7 +75,7 @@ def inspect(folder: Folder) -> None:
     weights = open_weights(folder)
     table = Table(*(Column(title, overflow="fold") for title in ("tensor", "dtype", "shape", "file")))
     for name, header in weights.headers.items():
-        table.add_row(name, str(header.dtype).removeprefix("torch."), str(list(header.shape)), header.file)
+        table.add_row(name, dtype_name(header.dtype), str(list(header.shape)), header.file)
     console = Console()
     console.print(table)
     files = {header.file for header in weights.headers.values()}

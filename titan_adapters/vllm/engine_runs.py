@@ -57,8 +57,8 @@ class EngineRuns:
         self.dtype = dtypes[name]
         tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
         self.tokenizer = "tokenizer" in options or any((checkpoint / name).exists() for name in tokenizers)
-        self.options: dict[str, Any] = {"skip_tokenizer_init": not self.tokenizer, "dtype": name} | cpu_cache(options)
-        self.options |= options
+        ours = {"skip_tokenizer_init": not self.tokenizer, "dtype": name}
+        self.options: dict[str, Any] = ours | cpu_cache(options) | options
         self.tp = options.get("tensor_parallel_size", 1)
         self.pp = options.get("pipeline_parallel_size", 1)
         self.runs: dict[str, tuple[str, Run]] = {}
@@ -261,7 +261,7 @@ def engine_settings(llm: "vllm.LLM") -> dict[str, str]:
         config.parallel_config,
     )
     settings = {
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "compilation": config.compilation_config.mode.name,
         "CUDA graphs": str(config.compilation_config.cudagraph_mode),
         "max_model_len": model.max_model_len,
@@ -284,8 +284,7 @@ def cpu_cache(options: dict[str, Any]) -> dict[str, Any]:
     """On a CPU a KV cache of a moderate size, if none is given: vLLM wants nearly all of the host's memory for it."""
     from vllm.platforms import current_platform
 
-    given = {
-        "kv_cache_memory_bytes",
-        "gpu_memory_utilization",
-    } & options.keys() or "VLLM_CPU_KVCACHE_SPACE" in os.environ
-    return {} if given or not current_platform.is_cpu() else {"kv_cache_memory_bytes": 2**30}
+    given = options.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    if given or "VLLM_CPU_KVCACHE_SPACE" in os.environ or not current_platform.is_cpu():
+        return {}
+    return {"kv_cache_memory_bytes": 2**30}

@@ -15,6 +15,7 @@ from titan_adapters.checkpoint.identity import check_digest
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import meta_model
 from titan_adapters.errors import EngineError
+from titan_adapters.fingerprints import dtype_name
 from titan_adapters.nn import SequenceInfo
 from titan_adapters.registry import find_model, import_path
 from titan_adapters.state_dict import StateDictAdapter, native_tensors
@@ -143,7 +144,7 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
             f"{import_path(cls)} computes other specs in this process than in the front end.",
             fix="install the same version of the model's package everywhere.",
         )
-    served = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    served = dtype_name(vllm_config.model_config.dtype)
     if served != config.dtype:
         logger.warning("The checkpoint's dtype is %s; serving in %s, as resolved by vLLM.", config.dtype, served)
     return Identity(cls, config, titan["names"])
