@@ -2,7 +2,6 @@
 
 from titan_adapters.checkpoint.api import (
     adapter_for,
-    check_weights,
     convert_checkpoint,
     load_checkpoint,
     load_model,
@@ -15,7 +14,6 @@ __all__ = [
     "Identity",
     "WeightsFolder",
     "adapter_for",
-    "check_weights",
     "convert_checkpoint",
     "load_checkpoint",
     "load_model",

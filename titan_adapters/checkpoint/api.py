@@ -189,9 +189,21 @@ def checked_weights(
     if model is None:
         model = meta_model(identity.model, identity.config)
     adapter = adapter_for(model, identity.names)
+    weights, produced = open_checked(path, identity.config, adapter, native_tensors(model), prefix)
+    return weights, adapter, produced
+
+
+def open_checked(
+    path: str | Path,
+    config: TransformerConfig,
+    adapter: StateDictAdapter,
+    expected: dict[str, Tensor],
+    prefix: str | None = None,
+) -> tuple[WeightsFolder, dict[str, Tensor]]:
+    """The folder's weights that `adapter` takes, and the native tensors they make, if those are the `expected` ones."""
     weights = open_weights(path).model_part(adapter.required(), prefix)
-    check_digest(weights, identity.config)
-    return weights, adapter, check_weights(weights, adapter, native_tensors(model))
+    check_digest(weights, config)
+    return weights, check_weights(weights, adapter, expected)
 
 
 def stored_dtypes(model: type[BaseTransformer], config: TransformerConfig) -> dict[str, torch.dtype]:

@@ -10,8 +10,8 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 
-from titan_adapters.checkpoint import Identity, adapter_for, check_weights, open_weights
-from titan_adapters.checkpoint.identity import check_digest
+from titan_adapters.checkpoint import Identity, adapter_for
+from titan_adapters.checkpoint.api import open_checked
 from titan_adapters.config import TransformerConfig
 from titan_adapters.contract import meta_model
 from titan_adapters.errors import EngineError
@@ -161,6 +161,4 @@ def check_folder(
 ) -> None:
     """Compare a weights folder with the model from headers, before any memory is taken for either."""
     if vllm_config.load_config.load_format in ("auto", "hf", "safetensors", DCP_FORMAT):
-        weights = open_weights(vllm_config.model_config.model).model_part(adapter.required())
-        check_digest(weights, config)
-        check_weights(weights, adapter, expected)
+        open_checked(vllm_config.model_config.model, config, adapter, expected)
