@@ -61,16 +61,20 @@ class Engine:
 
     def seconds(self, prompts: list[int], outputs: list[int], seed: str) -> float:
         """For requests of these prompt and output lengths, sent at once."""
-        return self._ask({"prompts": prompts, "outputs": outputs, "seed": seed})["seconds"]
+        return self._ask("seconds", prompts=prompts, outputs=outputs, seed=seed)["seconds"]
+
+    def profile(self, prompts: list[int], outputs: list[int], seed: str) -> dict[str, list[float]]:
+        """Of such requests, on rank 0: by name of a kernel or of a function of CUDA, calls and microseconds."""
+        return self._ask("profile", prompts=prompts, outputs=outputs, seed=seed)
 
     def memory(self) -> dict[str, float]:
         """GiB by title, over all ranks."""
         return self._ask("memory")
 
-    def _ask(self, request: Any) -> dict[str, Any]:
+    def _ask(self, what: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):  # the answer says why, or its absence
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.write(json.dumps([what, arguments]) + "\n")
             self._process.stdin.flush()
         return self._answer()
 

@@ -67,6 +67,7 @@ def document(results: Results) -> dict[str, Any]:
         "medians": medians(results.samples),
         "ratios": {n: {p: asdict(r) for p, r in points.items()} for n, points in ratios(results.samples).items()},
         "samples": results.samples,
+        "profiles": results.profiles,
     }
 
 

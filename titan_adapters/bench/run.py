@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_adapters.bench.engine import Engine, EngineFailed
+from titan_adapters.bench.profile import profiles
 from titan_adapters.bench.workload import Workload
 
 
@@ -23,6 +24,8 @@ class Results:
     """By implementation: which class of vLLM's it turned out to be."""
     graphs: dict[str, list[str]] = field(default_factory=dict)
     """By implementation, start after start: compiled, from the cache, or none."""
+    profiles: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By what was profiled, and by implementation."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Settings:
     start_repeats: int
     """0: the one start of each engine is what is reported."""
     concurrent_start: bool
+    profile: bool
     logs: Path
 
 
@@ -139,6 +143,12 @@ class Run:
             for name in list(self._engines):
                 with self._failing(name):
                     self._record(name, self._engines[name].memory())
+        if self.settings.profile:
+            self._say("profiling")
+            for name in list(self._engines):
+                with self._failing(name):
+                    for title, profile in profiles(self._engines[name].profile, self.settings.workload):
+                        self.results.profiles.setdefault(title, {})[name] = profile
 
     def _order(self, number: int) -> list[str]:
         """Another implementation begins each round: whoever runs after others finds a warmer machine."""

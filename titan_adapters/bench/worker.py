@@ -10,6 +10,7 @@ import random
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,37 @@ def generate(llm: Any, prompts: list[int], outputs: list[int], seed: str) -> flo
     begin = time.perf_counter()
     llm.generate(tokens, sampling, use_tqdm=False)
     return time.perf_counter() - begin
+
+
+def profiled(llm: Any, prompts: list[int], outputs: list[int], seed: str) -> dict[str, list[float]]:
+    """Such requests once more, with a profiler on rank 0 only: by name, the calls, and microseconds of the device."""
+    llm.collective_rpc(start_profiler)
+    try:
+        generate(llm, prompts, outputs, seed)
+    finally:
+        found = llm.collective_rpc(stop_profiler)
+    return found[0]
+
+
+def start_profiler(worker: Any) -> None:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if worker.rank == 0:
+        activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+        worker.bench_profiler = profile(activities=[activity])
+        worker.bench_profiler.start()
+
+
+def stop_profiler(worker: Any) -> dict[str, list[float]]:
+    import torch
+
+    if worker.rank != 0:
+        return {}
+    profiler = worker.__dict__.pop("bench_profiler")
+    profiler.stop()
+    time = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return {event.key: [event.count, getattr(event, time)] for event in profiler.key_averages()}
 
 
 def model_class(worker: Any) -> str:
@@ -115,9 +147,14 @@ def serve(answer: Any) -> None:
     served = llm.collective_rpc(model_class)[0]  # "native" is not, if vLLM fell back to Transformers
     found = {"machine": machine(), "class": served, "graphs": ", ".join(sorted({*llm.collective_rpc(graphs)}))}
     answer({"engine start s": seconds, **found})
+    requests: dict[str, Callable[..., dict[str, Any]]] = {
+        "seconds": lambda **lengths: {"seconds": generate(llm, **lengths)},
+        "profile": lambda **lengths: profiled(llm, **lengths),
+        "memory": lambda: all_memory(llm, options),
+    }
     for line in sys.stdin:
-        request = json.loads(line)
-        answer(all_memory(llm, options) if request == "memory" else {"seconds": generate(llm, **request)})
+        what, arguments = json.loads(line)
+        answer(requests[what](**arguments))
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from titan_adapters.bench import IMPLEMENTATIONS
 from titan_adapters.bench.growth import DEFAULTS, FACTORS, GROWTHS, SIZE_KEYS, variants
 from titan_adapters.bench.plot import check_plotting, plot_growth, plot_ratios
+from titan_adapters.bench.profile import profile_table
 from titan_adapters.bench.report import Report, growth_table, table, write_json
 from titan_adapters.bench.run import Results, Run, Settings
 from titan_adapters.bench.shapes import SHAPES, random_checkpoint, write_shape
@@ -66,6 +67,9 @@ def bench(
     engine_args: Annotated[str, typer.Option(metavar="JSON", help="More keyword arguments of vllm.LLM.")] = "{}",
     concurrent_start: Annotated[
         bool, typer.Option(help="Start all at once, which is quicker; start-up is not reported then.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option(help="Also: which kernels the time of a decode step, and of the prefill, goes to.")
     ] = False,
     start_repeats: Annotated[
         int, typer.Option(min=0, help="Start each so often in fresh processes; the first start has cold caches.")
@@ -129,7 +133,7 @@ def bench(
                 write_json(report.data(), output)
 
         folders = {name: (native or folder) if name == "ours" else folder for name in names}
-        settings = Settings(folders, options, workload, repeats, start_repeats, concurrent_start, logs)
+        settings = Settings(folders, options, workload, repeats, start_repeats, concurrent_start, profile, logs)
         Run(settings, lambda text: console.print(text, markup=False), save).execute()
 
     if shape is None:
@@ -147,6 +151,8 @@ def bench(
     wide = wide if wide.is_terminal else Console(width=150)
     for results in report.runs.values():
         wide.print(table(results))
+        for title, by_implementation in results.profiles.items():
+            wide.print(profile_table(title, by_implementation))
     if growth is not None:
         wide.print(growth_table(report.data()))
     if plot is not None:

@@ -3,6 +3,8 @@
 Shapes: T tokens of a step  D model dim  E experts  K chosen experts per token.
 """
 
+import os
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -30,6 +32,9 @@ Path = Literal["auto", "fused", "torch"]
 Projection = Literal["w1", "w2", "w3"]
 OPTION = "titan_experts"
 """Key of vLLM's `additional_config`: "auto", "fused" (refuse what has no fused kernel) or "torch"."""
+
+TUNED = pathlib.Path(__file__).with_name("tuned")
+"""Tiles for the Triton kernel, of shapes that vLLM has no file for; see `benchmarks/tune_experts.py`."""
 
 GPT_OSS = ClampedSwiGLU(alpha=1.702, limit=7.0)
 
@@ -111,7 +116,9 @@ def fused_experts(**options: Any) -> nn.Module:
         raise ValueError("vLLM's CPU kernel of this version chooses the experts itself")
     if get_current_vllm_config().parallel_config.enable_expert_parallel and current_platform.is_cpu():
         raise ValueError("vLLM's CPU kernel does not run under expert parallelism")
-    runner = fused_moe(router_logits_dtype=torch.float32, **options)
+    if current_platform.is_cuda():
+        os.environ.setdefault("VLLM_TUNED_CONFIG_FOLDER", str(TUNED))
+    runner = fused_moe(**options)
     experts, interleaved = runner.routed_experts, options.get("activation") == "swigluoai"
     assert isinstance(experts, RoutedExperts)
     for name, parameter in experts.named_parameters():
@@ -166,6 +173,13 @@ class EngineMoE(nn.Module):
         self.router = module.router
         self.shared = shared
         routing = native_routing(spec)
+        # vLLM's softmax kernel reads the model's dtype as it is, and computes in fp32. On the CPU it would compute in it.
+        self.rounded_logits = (
+            routing is not None
+            and routing["scoring_func"] == "softmax"
+            and spec.router_dtype == "model"
+            and not current_platform.is_cpu()
+        )
         if routing is None:
             routing = {"custom_routing_function": self._choose}
         elif spec.correction_bias:
@@ -174,6 +188,7 @@ class EngineMoE(nn.Module):
             hidden_size=module.experts.w1.shape[-1],
             prefix=f"{path}.experts",
             shared_experts=shared,
+            router_logits_dtype=None if self.rounded_logits else torch.float32,
             **expert_options(spec),
             **routing,
         )
@@ -191,7 +206,7 @@ class EngineMoE(nn.Module):
         return _for_kernels(experts, weights)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.runner(x_TD, self.router.logits(x_TD))
+        return self.runner(x_TD, (self.router.gate if self.rounded_logits else self.router.logits)(x_TD))
 
 
 class EngineExperts(nn.Module):
@@ -206,6 +221,7 @@ class EngineExperts(nn.Module):
         self.runner = fused_experts(
             hidden_size=module.w1.shape[-1],
             prefix=path,
+            router_logits_dtype=torch.float32,
             custom_routing_function=_unpack_routing,
             **expert_options(module.spec),
         )
