@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import titan_adapters as ta
-from titan_adapters.bench import growth, plot, report, run
+from titan_adapters.bench import growth, plot, profile, report, run
 from titan_adapters.bench.engine import EngineFailed
 from titan_adapters.bench.shapes import SHAPES, random_checkpoint, scaled
 from titan_adapters.bench.workload import POINTS, Workload
@@ -101,6 +101,11 @@ class FakeEngine:
             raise EngineFailed("ended with SIGKILL: out of memory")
         return 1.0
 
+    def profile(self, prompts, outputs, seed):
+        self.calls.append(f"{seed} {outputs[0]} {self.name}")
+        steps = outputs[0] * len(outputs)  # of prefill, one
+        return {"nvjet_gemm": [steps, 3.0 * steps], "cudaGraphLaunch": [steps, 0.0], "Memcpy": [5, 7.0]}
+
     def memory(self):
         return {"host peak GiB": 2.0}
 
@@ -116,7 +121,7 @@ def calls(monkeypatch):
 
 
 def execute(tmp_path: Path, names: list[str], **changes) -> run.Results:
-    settings = dict(workload=WORKLOAD, repeats=2, start_repeats=0, concurrent_start=False, logs=tmp_path)
+    settings = dict(workload=WORKLOAD, repeats=2, start_repeats=0, concurrent_start=False, profile=False, logs=tmp_path)
     settings |= {"folders": dict.fromkeys(names, tmp_path), "options": {}} | changes
     return run.Run(run.Settings(**settings), lambda text: None, lambda results: None).execute()
 
@@ -142,6 +147,43 @@ def test_rounds_are_interleaved_and_a_failure_is_left_out(calls, tmp_path):
     with console.capture() as printed:
         console.print(report.table(results))
     assert "ended with SIGKILL: out of memory" in printed.get() and "Fake" in printed.get()
+
+
+def test_profiles_are_of_one_step(calls, tmp_path):
+    workload = Workload(**(vars(WORKLOAD) | {"points": ("decode", "prefill"), "batches": (4,)}))
+    results = execute(tmp_path, ["native", "ours"], repeats=1, profile=True, workload=workload)
+    asked = ["profile 4 1", "profile 4 33", "profile prefill 1"]
+    assert [call for call in calls() if "profile" in call] == [f"{a} {n}" for n in ("native", "ours") for a in asked]
+    assert list(results.profiles) == ["decode 4, a step", "prefill"]
+    step, prefill = (results.profiles[title]["ours"] for title in results.profiles)
+    # The copies, as many with one token as with 33, are no part of a step.
+    assert step["kernels"] == {"nvjet_gemm": [4, 12]} and step["launches"]["graphs"] == 4
+    assert {kind: us for kind, us in step["kinds"].items() if us} == {"matrix products": 12}
+    assert {kind: us for kind, us in prefill["kinds"].items() if us} == {"matrix products": 6, "copies": 7}
+    console = Console(width=150)
+    with console.capture() as printed:
+        console.print(profile.profile_table("prefill", results.profiles["prefill"]))
+    assert "ours - native" in printed.get() and "+0.0" in printed.get()
+
+
+@pytest.mark.parametrize(
+    "kernel, kind",
+    [
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norms, activations, additions"),
+        ("triton_poi_fused__to_copy_moe_forward_1", "norms, activations, additions"),
+        ("_norm_rope_kernel", "qk norm and rope"),
+        ("void vllm::moe::topkGating<8, 32, 4, 16, 32, int, __nv_bfloat16>", "experts and their routing"),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>", "communication"),
+        ("ncclDevKernel_AllGather_RING_LL", "communication"),
+        ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "matrix products"),
+        ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>", "kv cache write"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdCombine<>>", "attention"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)
+def test_kinds_of_kernels(kernel, kind):
+    assert profile.kind_of(kernel) == kind
 
 
 def test_start_repeats_are_interleaved_and_cold_ones_kept_apart(calls, tmp_path):

@@ -9,8 +9,8 @@ pytest.importorskip("vllm", exc_type=ImportError)
 import torch
 from torch import fx, nn
 
-
 from titan_adapters.nn import RMSNorm
+from titan_adapters.vllm import passes
 from titan_adapters.vllm.passes import ResidualPass
 
 aten = torch.ops.aten
@@ -101,3 +101,11 @@ def test_a_norm_reads_the_sum_before_it_is_rounded(dtype):
     for ours, torchs, wanted in zip(compiled, eager, exact, strict=True):
         assert ours.dtype is dtype
         assert (ours.float() - wanted).norm() <= 1.001 * (torchs.float() - wanted).norm() + 1e-5
+
+
+def test_caches_know_all_of_the_pass(monkeypatch):
+    """Inductor finds compiled graphs by it: an edited pass must not meet those of the pass before."""
+    before = ResidualPass().uuid()
+    assert before == ResidualPass().uuid()
+    monkeypatch.setattr(passes, "widen_sums", lambda graph: None)
+    assert ResidualPass().uuid() != before

@@ -173,7 +173,7 @@ class EngineMoE(nn.Module):
         self.router = module.router
         self.shared = shared
         routing = native_routing(spec)
-        # vLLM's softmax kernel reads the model's dtype as it is, and computes in fp32. On the CPU it would compute in it.
+        # vLLM's softmax kernel reads the model's dtype and computes in fp32. On the CPU it would compute in that dtype.
         self.rounded_logits = (
             routing is not None
             and routing["scoring_func"] == "softmax"

@@ -25,6 +25,10 @@ class ResidualPass(InductorPass):
         unfuse_residuals(graph)
         widen_sums(graph)
 
+    def uuid(self) -> str:
+        """What Inductor's cache knows this pass by: the source of all of it, not only of this class."""
+        return self.hash_source(self, unfuse_residuals, widen_sums, _widens, _call)
+
 
 def unfuse_residuals(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
