@@ -6,8 +6,8 @@ MODEL is a checkpoint folder, or a registered model's name, whose tiny configs (
 weights. Without one: llama, qwen3 (also with one kv head), gemma3, gpt_oss and qwen3_moe. Made for a host with two
 GPUs, where engines run compiled with CUDA graphs and mixtures with fused kernels, or are refused; also runs on a CPU,
 with `--eager --experts auto`. An engine over one rank takes one GPU, several ones take turns; every other child takes
-two. One line per case; the exit code is 1 if anything differs: greedy tokens away from ties, and in float32 the
-prompts' logprobs by more than 1e-4 of their norm, or a loss by more than 1e-5 of it.
+two. One line per case; the exit code is 1 if anything differs: in float32 greedy tokens away from ties, the prompts'
+logprobs by more than 1e-4 of their norm, or a loss by more than 1e-5 of it; in bfloat16 logprobs by more than 3e-2.
 """
 
 import json
@@ -53,10 +53,12 @@ TRAINED: dict[str, dict[str, Any]] = {
 """Those that need more GPUs than there are, are left out, and named."""
 LENGTHS = (1, 2, 3, 17, 64, 100)
 """Tokens of the prompts: fewer than ranks, as many, and more."""
-TOLERANCE = {"float32": 1e-4, "bfloat16": math.inf}
-"""Relative, of prompt logprobs. What bf16 gives is stated."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Relative, of prompt logprobs. Steps of bf16 are 4e-3, and a token that rounding sends to another expert moves
+further: at most 1.4e-2 in all on two H200. A wrong function was at 0.17."""
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.05}
-"""Nats between the two best tokens, within which rounding may choose either."""
+"""Nats between the two best tokens, within which rounding may choose either. In bf16 mismatches are only stated: a
+token with another expert may be far from a tie."""
 LOSS_TOLERANCE = 1e-5
 CHILD = "PARALLEL_CHECK_CHILD"
 
@@ -213,7 +215,7 @@ def report(title: str, found: dict, reference: dict, dtype: str) -> dict[str, An
     else:
         gap = compare_outputs(found["outputs"], reference["outputs"], NEAR_TIE[dtype])
         row |= asdict(gap) | {"points": None}
-        row["ok"] = not gap.mismatches and gap.relative <= TOLERANCE[dtype]
+        row["ok"] = gap.relative <= TOLERANCE[dtype] and not (gap.mismatches and dtype == "float32")
         text = (
             f"logprobs relative {gap.relative:.1e}, at most {gap.max:.1e}; "
             f"of {gap.tokens} greedy tokens {len(gap.mismatches)} differ, {gap.near_ties} near ties; "

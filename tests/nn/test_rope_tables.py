@@ -14,6 +14,7 @@ from pydantic import ValidationError
 import titan_adapters as ta
 from titan_adapters.hf_rope import fraction, hf_rope
 from titan_adapters.nn import Rope
+from titan_adapters.nn.rope import swapped_pairs
 from titan_adapters.nn.rope_tables import inverse_frequencies, multiplier
 
 HEAD_DIM, ORIGINAL, LONGEST = 32, 512, 4096
@@ -173,3 +174,13 @@ def test_fraction_survives_truncation():
     for whole in range(2, 260):
         for part in range(2, whole + 1, 2):
             assert int(whole * fraction(part, whole)) == part
+
+
+@pytest.mark.parametrize("layout, expected", [("half", [3, 4, 5, 0, 1, 2]), ("interleaved", [1, 0, 3, 2, 5, 4])])
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "by index"])  # as on CPUs, and as on GPUs
+def test_pairs_are_swapped(layout, expected, stacked):
+    x = torch.arange(6.0).expand(2, 3, 6).clone().requires_grad_()
+    swapped = swapped_pairs(x, layout, stacked=stacked)
+    assert swapped[1, 2].tolist() == expected
+    (gradient,) = torch.autograd.grad(swapped, x, torch.arange(6.0).expand(2, 3, 6))
+    assert gradient[1, 2].tolist() == expected  # a swap is its own inverse

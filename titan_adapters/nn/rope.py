@@ -3,6 +3,7 @@
 Shapes: ... leading dims ([B, S] batched or [T] packed)  N heads  H head_dim  R rotary_dim  P max_seq_len.
 """
 
+from typing import Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -75,12 +76,19 @@ class Rope(nn.Module):
 
     def _partner(self, x: Tensor, wide: Tensor) -> Tensor:
         """fp32 [..., R]: x, of which `wide` is fp32, with the two channels of each pair swapped."""
-        if self.spec.layout == "half":
-            first, second = wide.chunk(2, dim=-1)
-            return torch.cat([second, first], dim=-1)
-        if wide.device.type == "cpu":
-            first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
-            return torch.stack([second, first], dim=-1).flatten(-2)
-        # Compiled for a GPU, indices are arithmetic inside the one kernel, also in the gradient's: half the time of a
-        # stack. On a CPU, twice.
-        return wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return swapped_pairs(wide, self.spec.layout, stacked=wide.device.type == "cpu")
+
+
+def swapped_pairs(x: Tensor, layout: Literal["interleaved", "half"], *, stacked: bool) -> Tensor:
+    """x [..., R] with the two channels of each pair swapped.
+
+    Args:
+        stacked: As a stack of both. Compiled, it is written in x's dtype and read again, in the gradient too; on a GPU
+            that takes twice the time of indices inside one kernel, on a CPU half.
+    """
+    shape, pair = ((2, -1), -2) if layout == "half" else ((-1, 2), -1)
+    pairs = x.unflatten(-1, shape)
+    if not stacked:
+        return pairs.flip(pair).flatten(-2)
+    first, second = pairs.unbind(pair)
+    return torch.stack([second, first], dim=pair).flatten(-2)
