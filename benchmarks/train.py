@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -25,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import titan_adapters as ta
+from titan_adapters.bench.profile import per_step, profile_table
 from titan_adapters.bench.shapes import SHAPES
 
 TOLERANCES = {"bfloat16": (2e-3, 2e-2), "float32": (1e-5, 1e-4)}
@@ -59,6 +61,7 @@ def main(
     attention: Annotated[str, typer.Option(help="Our kernel: flex or reference. Default: flex on CUDA.")] = "",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     compiled: Annotated[Literal["layers", "whole", "nothing"], typer.Option("--compile")] = "layers",
+    profiled: Annotated[bool, typer.Option("--profile", help="Also: which kernels a step's time goes to.")] = False,
     output: Path | None = None,
 ) -> None:
     """Measure and print; the exit code is 1 if there is nothing to compare, or if it is not the same function."""
@@ -106,6 +109,9 @@ def main(
     document = {"shape": shape, "options": options, "machine": machine(device), "left out": left_out}
     document |= {"checks": checks, "agree": agree, "results": results, "samples": samples}
     print_table(console, f"{shape}, {json.dumps(options)}", results, checks)
+    if profiled:
+        document["profiles"] = {name: profile_of(trainee, tokens, labels) for name, trainee in trainees.items()}
+        console.print(profile_table("a step", document["profiles"]))
     if output is not None:
         temporary = output.with_suffix(".tmp")
         temporary.write_text(json.dumps(document, indent=2) + "\n")
@@ -187,6 +193,17 @@ def measure(
                 samples[name]["ms"].append(1e3 * elapsed / steps)
                 samples[name]["GiB"].append((torch.cuda.max_memory_allocated() - held) / 2**30 if cuda else 0.0)
     return samples
+
+
+def profile_of(trainee: Trainee, tokens: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Of one step; see `titan_adapters.bench.profile`."""
+    cuda = tokens.device.type == "cuda"
+    trainee.select()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        trainee.step(tokens, labels)
+    trainee.module.zero_grad()
+    time = "self_device_time_total" if cuda else "self_cpu_time_total"
+    return per_step({}, {event.key: (event.count, getattr(event, time)) for event in profiler.key_averages()}, 1)
 
 
 def summarize(samples: dict[str, dict[str, list[float]]], num_tokens: int) -> dict[str, dict[str, float]]:

@@ -165,6 +165,38 @@ def test_quantization_through_the_stock_front_door(folder, no_memory_taken):
     assert "not supported yet" in text and "quantization" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"stages": 1}, False),
+        ({"dtype": torch.float32}, False),
+        ({"sinks": False}, False),
+        ({"backend": "TRITON_ATTN"}, False),
+        ({"backend": "FLASH_ATTN"}, True),
+        ({"cuda": False}, False),
+    ],
+    ids=str,
+)
+def test_sinks_over_pipeline_stages_on_a_gpu(changes, refused, monkeypatch):
+    """The rule, with vLLM's config as it is there: no CPU has the kernel that was wrong."""
+    case = {"stages": 2, "dtype": torch.bfloat16, "sinks": True, "backend": None, "cuda": True} | changes
+    monkeypatch.setattr(wrapper, "current_platform", SimpleNamespace(is_cuda=lambda: case["cuda"]))
+    vllm_config = SimpleNamespace(
+        quant_config=None,
+        attention_config=SimpleNamespace(backend=case["backend"] and SimpleNamespace(name=case["backend"])),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=case["stages"]),
+        model_config=SimpleNamespace(dtype=case["dtype"]),
+    )
+    cls = ta.get_model("gpt_oss" if case["sinks"] else "llama")
+    config = next(iter(cls.tiny_configs().values()))
+    if refused:
+        text = refusal(wrapper.refuse_unsupported, vllm_config, config)
+        assert "gave wrong results on a GPU" in text and 'attention_backend="TRITON_ATTN"' in text
+    else:
+        wrapper.refuse_unsupported(vllm_config, config)
+
+
 # ----- models
 
 

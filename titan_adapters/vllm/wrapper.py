@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
 from titan_adapters.checkpoint import Identity, adapter_for
@@ -39,9 +40,9 @@ class TitanBackbone(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__()
-        refuse_unsupported(vllm_config)
-        add_passes(vllm_config)
         identity = identity_of(vllm_config)
+        refuse_unsupported(vllm_config, identity.config)
+        add_passes(vllm_config)
         check_parallel(identity.model, identity.config, Parallel.from_vllm(vllm_config))
         if problems := unpageable(identity.config, vllm_config.cache_config.block_size):
             fix = "pass a block_size that divides every chunk; on the CPU it must be a multiple of 32."
@@ -150,10 +151,23 @@ def identity_of(vllm_config: VllmConfig) -> Identity:
     return Identity(cls, config, titan["names"])
 
 
-def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """What vLLM would accept, but nobody has tested here."""
+def refuse_unsupported(vllm_config: VllmConfig, config: TransformerConfig) -> None:
+    """What vLLM would accept, but nobody has tested here, or was seen to be wrong."""
     if vllm_config.quant_config is not None:
         raise EngineError("The engine was asked for what is not supported yet.", ["quantization"], fix="leave it out.")
+    backend = vllm_config.attention_config.backend
+    if (
+        current_platform.is_cuda()
+        and vllm_config.parallel_config.pipeline_parallel_size > 1
+        and vllm_config.model_config.dtype.itemsize == 2
+        and any(spec.sinks for spec in config.attention_specs())
+        and (backend is None or backend.name != "TRITON_ATTN")
+    ):
+        # vLLM 0.26 on H200, gpt_oss with a layer per stage: 0.17 off in bf16, right in fp32, which Triton computes.
+        raise EngineError(
+            "Attention sinks over pipeline stages, in 16 bits, gave wrong results on a GPU.",
+            fix='use tensor_parallel_size instead, or attention_backend="TRITON_ATTN".',
+        )
 
 
 def check_folder(
