@@ -159,7 +159,7 @@ def refuse_unsupported(vllm_config: VllmConfig, config: TransformerConfig) -> No
     if (
         current_platform.is_cuda()
         and vllm_config.parallel_config.pipeline_parallel_size > 1
-        and vllm_config.model_config.dtype.itemsize == 2
+        and vllm_config.model_config.dtype in (torch.bfloat16, torch.float16)
         and any(spec.sinks for spec in config.attention_specs())
         and (backend is None or backend.name != "TRITON_ATTN")
     ):
