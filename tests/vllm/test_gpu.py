@@ -95,7 +95,7 @@ def test_fp32_equals_torch(cls, config, tmp_path):
     assert steps.argmax(-1).tolist() == continuation
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_bf16_with_cuda_graphs_is_within_rounding(name, tmp_path):
     """Both sides round to bf16 (8 bits) in every layer; 2e-2 relative is the size of that, a wrong function is O(1)."""
     cls = ta.get_model(name)
