@@ -167,6 +167,18 @@ def test_profiles_are_of_one_step(calls, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"max_model_len": 48, "points": ("decode",)}, "needs max_model_len 49, not 48"),
+        ({"points": ("memory",)}, "neither is measured"),
+    ],
+)
+def test_profiles_that_can_not_be_made_are_refused(changes, problem):
+    with pytest.raises(ConfigError, match=problem):
+        profile.check_profiling(Workload(**(vars(WORKLOAD) | {"long_lengths": (8,)} | changes)))
+
+
+@pytest.mark.parametrize(
     "kernel, kind",
     [
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norms, activations, additions"),

@@ -26,7 +26,7 @@ def bench(folder, *arguments: str) -> tuple[int, str, dict]:
 
 
 def test_ours_beside_native(tmp_path):
-    code, text, data = bench(tmp_path, "--shape", "tiny", "--only", "native", "--only", "ours")
+    code, text, data = bench(tmp_path, "--shape", "tiny", "--only", "native", "--only", "ours", "--profile")
     assert code == 0, text
     assert data["failed"] == {} and set(data["machine"]) >= {"vllm", "torch", "transformers", "titan_adapters", "cpu"}
     points = {"start s", "engine start s", "prefill tok/s", "decode 2 tok/s", "mixed tok/s"}
@@ -37,6 +37,11 @@ def test_ours_beside_native(tmp_path):
         assert 0.1 < data["medians"][name]["host peak GiB"] < 10
     assert "ours : native" in text and "host peak GiB" in text
     assert data["classes"] == {"native": "LlamaForCausalLM", "ours": "TitanForCausalLM"}
+    assert set(data["profiles"]) == {"decode 2, a step", "prefill"} and "ours - native" in text
+    for by_implementation in data["profiles"].values():
+        for name in ("native", "ours"):
+            kinds = by_implementation[name]["kinds"]
+            assert kinds["matrix products"] > 0 and kinds["attention"] > 0
     assert data["graphs"] == {"native": ["none"], "ours": ["none"]}
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in running

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from titan_adapters.bench.workload import DECODE_PROMPT, Workload
+from titan_adapters.errors import ConfigError
 
 STEPS = 32
 """Decode steps that are profiled, and whose mean is told."""
@@ -32,6 +33,19 @@ Times = Mapping[str, Sequence[float]]
 """By name of a kernel or of a function of CUDA: how often, and microseconds on the device (on a CPU: there)."""
 ProfileEngine = Callable[[list[int], list[int], str], Times]
 """For requests of these prompt and output lengths, sent at once; the last is the seed of the prompts."""
+
+
+def check_profiling(workload: Workload) -> None:
+    """Before anything is measured.
+
+    Raises:
+        ConfigError: the profiled steps don't fit, or there is nothing to profile.
+    """
+    needed = DECODE_PROMPT + 1 + STEPS
+    if "decode" in workload.points and needed > workload.max_model_len:
+        raise ConfigError(f"A profile needs max_model_len {needed}, not {workload.max_model_len}.", fix="enlarge it.")
+    if not {"decode", "prefill"} & set(workload.points):
+        raise ConfigError("Only decode and prefill are profiled, and neither is measured.", fix="add one, or leave it.")
 
 
 def kind_of(kernel: str) -> str:

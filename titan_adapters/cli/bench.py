@@ -16,7 +16,7 @@ from rich.console import Console
 from titan_adapters.bench import IMPLEMENTATIONS
 from titan_adapters.bench.growth import DEFAULTS, FACTORS, GROWTHS, SIZE_KEYS, variants
 from titan_adapters.bench.plot import check_plotting, plot_growth, plot_ratios
-from titan_adapters.bench.profile import profile_table
+from titan_adapters.bench.profile import check_profiling, profile_table
 from titan_adapters.bench.report import Report, growth_table, table, write_json
 from titan_adapters.bench.run import Results, Run, Settings
 from titan_adapters.bench.shapes import SHAPES, random_checkpoint, write_shape
@@ -102,6 +102,8 @@ def bench(
         long_tokens=long_tokens,
         max_model_len=max_model_len,
     )
+    if profile:
+        check_profiling(workload)
     if (shape is None) == (published is None):
         raise typer.BadParameter("give either PUBLISHED or --shape")
     if shape is None and (weights is not None or growth in SIZE_KEYS):
