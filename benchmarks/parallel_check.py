@@ -33,6 +33,7 @@ import typer
 from torch.nn import functional as F
 
 import titan_adapters as ta
+from titan_adapters.bench.report import write_json
 
 DEFAULT = ("llama:0", "qwen3:0", "qwen3:1", "gemma3_text:0", "gpt_oss:0", "qwen3_moe:0")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -287,7 +288,7 @@ def main(
             for what, found, reference in zip(("", ", served TP 2"), pair.result(), alone.result(), strict=True):
                 rows.append(report(f"{training} {name}{what}", found, reference, "float32"))
     if output is not None:
-        output.write_text(json.dumps(rows, indent=2) + "\n")
+        write_json(rows, output)
     good = sum(row["ok"] for row in rows)
     print(f"{good} of {len(rows)} cases are as they should be ({dtype}).")
     raise SystemExit(good < len(rows))

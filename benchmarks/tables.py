@@ -16,7 +16,7 @@ import typer
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, RESULTS = ROOT / "docs/performance.md", ROOT / "benchmarks/results"
-TABLE = re.compile(r"(<!-- table: (?P<rows>[^>]+) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(?P<begin><!-- table: (?P<rows>[^>]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 POINTS = {
     r"prefill tok/s": "prefill",
     r"decode 1 tok/s": "decode 1",
@@ -54,7 +54,7 @@ def table(rows: str) -> str:
 
 def rewritten(text: str) -> str:
     """The document with each table as the results give it."""
-    return TABLE.sub(lambda match: f"{match[1]}{table(match['rows'])}{match[4]}", text)
+    return TABLE.sub(lambda match: f"{match['begin']}{table(match['rows'])}{match['end']}", text)
 
 
 def main(check: Annotated[bool, typer.Option(help="Only say whether the tables are up to date.")] = False) -> None:

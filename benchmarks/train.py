@@ -25,11 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 import titan_adapters as ta
 from titan_adapters.bench.profile import per_step, profile_table
+from titan_adapters.bench.report import write_json
 from titan_adapters.bench.shapes import SHAPES
+from titan_adapters.bench.worker import kernel_times, new_profiler
 
 TOLERANCES = {"bfloat16": (2e-3, 2e-2), "float32": (1e-5, 1e-4)}
 """Of the loss, and of the norm of the gradients."""
@@ -113,9 +114,7 @@ def main(
         document["profiles"] = {name: profile_of(trainee, tokens, labels) for name, trainee in trainees.items()}
         console.print(profile_table("a step", document["profiles"]))
     if output is not None:
-        temporary = output.with_suffix(".tmp")
-        temporary.write_text(json.dumps(document, indent=2) + "\n")
-        temporary.rename(output)
+        write_json(document, output)
     problem = "The implementations don't compute the same function." if not agree else ""
     if len(trainees) == 1:
         problem = "No attention of transformers trains here; name another with --peer."
@@ -197,13 +196,11 @@ def measure(
 
 def profile_of(trainee: Trainee, tokens: Tensor, labels: Tensor) -> dict[str, Any]:
     """Of one step; see `titan_adapters.bench.profile`."""
-    cuda = tokens.device.type == "cuda"
     trainee.select()
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+    with new_profiler() as profiler:
         trainee.step(tokens, labels)
     trainee.module.zero_grad()
-    time = "self_device_time_total" if cuda else "self_cpu_time_total"
-    return per_step({}, {event.key: (event.count, getattr(event, time)) for event in profiler.key_averages()}, 1)
+    return per_step({}, kernel_times(profiler), 1)
 
 
 def summarize(samples: dict[str, dict[str, list[float]]], num_tokens: int) -> dict[str, dict[str, float]]:

@@ -13,6 +13,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,12 +94,9 @@ def microseconds(run: Run, tiles: Tiles | None, num_tokens: int) -> float:
     return min(found[1:])
 
 
-def compile_all(shape: str, tp: int, tiles: list[Tiles]) -> None:
+def compile_all(spec: MoESpec, dim: int, tp: int, tiles: list[Tiles]) -> None:
     """In a process of its own: fill Triton's cache, which is what takes the time."""
-    os.environ["VLLM_TUNED_CONFIG_FOLDER"] = os.devnull
-    _, config = ta.read_hf_config(SHAPES[shape])
-    spec = next(iter(config.moe_specs().values()))
-    run = experts(spec, config.dim, 64, tp)
+    run = experts(spec, dim, 64, tp)
     for choice in tiles:
         run(choice)
 
@@ -117,7 +115,7 @@ def main(
     every = list({json.dumps(tiles): tiles for tokens in TOKENS for tiles in candidates(tokens)}.values())
     print(f"compiling {len(every)} candidates", flush=True)
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_all, *zip(*((shape, tp, every[i::processes]) for i in range(processes)))))
+        list(pool.map(partial(compile_all, spec, config.dim, tp), [every[i::processes] for i in range(processes)]))
     os.environ["VLLM_TUNED_CONFIG_FOLDER"] = os.devnull  # what it is compared with is vLLM's own
     best: dict[int, Tiles] = {}
     gains = []

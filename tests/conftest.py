@@ -4,8 +4,11 @@ The test folders are packages, so that two of them may each have a conftest, and
 the import path, where its `vllm` folder would pass for the engine.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -35,6 +38,15 @@ EVERY_MODEL = [
 
 
 WINDOWED = [info.name for info in ta.list_models() if "windows" in ta.get_model(info.name).Config.model_fields]
+
+
+def load_script(path: Path) -> ModuleType:
+    """A script that no package holds, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def one_windowed_layer(cls: type[ta.BaseTransformer], *windows: int) -> ta.TransformerConfig:

